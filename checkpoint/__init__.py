@@ -23,9 +23,9 @@ package, and it imports no stage. This is the interface that it uses of a stage'
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
 """
 
-from .errors import CheckpointError, DamagedCheckpoint, FolderInUse, ForeignCheckpoint, UnfitModel
+from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, UnfitModel
 from .files import latest, load, save
 from .full_state import full_state_dict, load_full_state_dict, reshard
 
-__all__ = ["CheckpointError", "DamagedCheckpoint", "FolderInUse", "ForeignCheckpoint", "UnfitModel", "full_state_dict",
+__all__ = ["CheckpointError", "DamagedCheckpoint", "ForeignCheckpoint", "UnfitModel", "full_state_dict",
            "latest", "load", "load_full_state_dict", "reshard", "save"]

@@ -13,9 +13,5 @@ class ForeignCheckpoint(CheckpointError):
     """It is intact, but from another model or optimizer, or another version of this program."""
 
 
-class FolderInUse(CheckpointError):
-    """Another run saves in this folder."""
-
-
 class UnfitModel(CheckpointError, ValueError):
     """The model or its optimizer can't be saved in a checkpoint, or loaded from one."""

@@ -1,41 +1,75 @@
-"""Checkpoints in files: each rank writes what it owns, and reads what it needs, all of it before anything changes.
+"""Checkpoints in files, which torch.distributed.checkpoint writes and reads: with any stage, on any number of ranks.
 
-What is written knows neither ranks nor buckets nor padding: it loads in any stage and in a plain torch optimizer. No
-file is unpickled: the manifest is JSON, and tensors are bytes. Source of the idea: the "universal" checkpoints of
-DeepSpeed and of Megatron-LM's distributed optimizer.
+A checkpoint is a folder that other programs read with torch's own tools. The names in it are those that
+torch.distributed.checkpoint.state_dict gives, so an FSDP2 program goes on from it, and the other way round.
 """
 
-import atexit
 import contextlib
 import errno
-import itertools
+import json
 import os
 import re
+import secrets
 import shutil
-import sys
-import weakref
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import warnings
+import zlib
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from .boxes import box_of, cuts_of, local
+from guard.schema import lead_of
+
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, UnfitModel
-from .folder import claim, refuse_existing
-from .json_values import DTYPES, SMALL, NotPackable, pack, pack_apart, pack_data, unpack
-from .manifest import FORMAT, MANIFEST, manifest_of, most_bytes, sealed
-from .optimizers import all_params, inner_of, install, itself, packed_groups, pieces_of, prepared, ranks_of, whole_piece
-from .rank_files import Part, Reader, whole, write_rank_file
-from .ranks import all_gather, at_own_pace, errors_on_all, first_line, group_among, rank_and_size, rank_in
-from .states import agree, check_states, fixed_paths, local_states, schemas_of, state_key
+from .optimizers import (
+    all_params,
+    indexed_groups,
+    inner_of,
+    install,
+    itself,
+    local,
+    members_of,
+    offsets_of,
+    paths_of_common,
+    pieces_of,
+    prepared,
+    saver_for,
+    schemas_of,
+)
+from .ranks import Saving, all_gather, errors_on_all, first_line, rank_and_size
+from .states import agree, check_states, filled, flat, local_states, path_of
+from .storage import (
+    METADATA,
+    Boxes,
+    LoadPlanner,
+    Reader,
+    SavePlanner,
+    Writer,
+    boxes,
+    is_count,
+    need,
+    packed,
+    read_metadata,
+    whole,
+)
 
+SUMS = "checksums.json"  # file -> [bytes, CRC-32]
+MANIFEST = "manifest.json"  # what a checkpoint of version 0.2 and before has
+STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
+ABOUT = "about"  # key of what `load` needs, and other programs don't
+CHUNK = 2**20  # bytes that are read at once
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
-WRITERS = weakref.WeakKeyDictionary()  # process group, or optimizer if there is none -> the thread that writes
-UNTOLD = {}  # path of an asynchronous save that failed -> why; until somebody has got the error
+RUN = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # the same when torchrun starts the ranks again
+RUN = f"{zlib.crc32(RUN.encode()):08x}" if RUN != "none" else secrets.token_hex(4)
+OWN_PARTIALS = set()  # names of folders that this process has made
 
 
+@torch.no_grad()
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
          *, asynchronous: bool = False) -> Future[None]:
     """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective; of a tensor-parallel
@@ -43,63 +77,92 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
     Args:
         path: a folder that doesn't exist, where all ranks can write; until it does, there is a "….partial" beside it.
-            Other runs can't save folders beside it whose names differ in the number at their end only.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names. What is not the
-            optimizer's is saved as the first rank has it: experts of another process group need another folder.
-        optimizer: a DistributedOptimizer of any stage, or a torch optimizer, which must not be of DTensors.
+            optimizer's is saved as the first rank has it.
+        optimizer: a DistributedOptimizer of any stage, guard.chained.Chained, or a torch optimizer, which must not be
+            of DTensors. Chained may have experts of smaller process groups if each expert has a name of its own.
         extra: anything more of this rank, such as random states: numbers, texts, bytes, tensors, dtypes, devices, and
-            dicts, lists, tuples, sets and deques of these. What parameter groups hold must be like that too.
+            dicts, lists, tuples and sets of these. What parameter groups hold must be like that too.
         asynchronous: copy everything to the CPU, wait for the save before, and write while training goes on.
 
     Returns a Future: `.result()` waits, and raises what went wrong; call that of the last one before
     destroy_process_group(). Where nobody does, the next save raises it, or a line says it when Python ends.
 
     Raises, on every rank:
-        dist.DistError: a rank is missing.
         UnfitModel: `optimizer` is of another model, or the model's state_dict() has copies, or an extra state.
-        FolderInUse: another run saves there.
         CheckpointError: `path` exists or can't be written, something can't be read again, an earlier save has failed.
+        RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
     """
     optimizer = itself(optimizer)
-    group, what = ranks_of(optimizer), f"checkpoint {path} can't be written"
-    rank, world_size = rank_in(group)
-    if earlier := getattr(optimizer, "last_save", lambda: None)():
-        wait([earlier])  # one at a time
-    tell_failures(what, group)
+    saver, what = saver_for(optimizer), f"checkpoint {path} can't be written"
+    group = saver.group
+    saver.finish_last()
     with errors_on_all(what, group):
         path, model = Path(path), unwrapped(model)
-        names = names_of(model, optimizer)
-        groups, (packed_extra, owned) = packed(optimizer, names, extra, rank)
-        pieces = pieces_of(optimizer, in_whole=True)
+        tensors = tensors_of(model)
+        names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         states = local_states(optimizer, pieces)
-        things = {state_key(names[index]): (state, pieces[index]) for index, state in states.items()}
-        things.update(parts_of_model(model, optimizer, pieces))
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state_of(model).items()}
-    refuse_different_models(all_gather({**shapes, "the optimizer's parameters": names}, group), what)
-    thread, own_group = writer_of(optimizer, group) if asynchronous else (None, None)
-    layouts, tensors = agree(optimizer, things, names, what, group)
-    partial = None
-    with errors_on_all(what, group):  # where `load` would refuse the states
+        groups, own_extra = packed_groups(optimizer), packed(extra, "`extra`")
+        told = Told(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+                    names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
+    everyone = all_gather(told, group)
+    with errors_on_all(what, group):
+        refuse_different(everyone)
+    layouts = agree(optimizer, states, pieces, names, what, group)
+    rank, _ = rank_and_size(group)
+    with errors_on_all(what, group):
         check_states(schemas_of(optimizer), names, states, {index: piece.main.shape for index, piece in pieces.items()})
-    with errors_on_all(what, group, is_named=False):
+        content = Content({}, {})
+        content.add(("extra", str(rank)), own_extra)
         if rank == 0:
-            partial = claim(path, dist.get_rank() if dist.is_initialized() else 0)
-    partial = path.with_name(all_gather(partial, group)[0])  # it is written there until it is complete
-    with removed_on_error(partial):
-        with errors_on_all(what, group):
-            owned = collect(things, layouts, tensors, owned, rank, asynchronous)
-            states = {name: layouts[state_key(name)].tree for name in names if state_key(name) in layouts}
-            manifest = {"optimizer": type(inner_of(optimizer)).__name__, "ranks": world_size, "groups": groups,
-                        "model": list(shapes), "states": states, "extra": packed_extra}
+            for number, options in enumerate(groups):
+                options["params"] = packed(all_names(everyone)[number], "names")
+                for key, value in options.items():
+                    content.add((*GROUPS, number, key), value)
+            trees = {name: layout.tree for name, layout in layouts.items() if not is_plain(layout.tree)}
+            content.add((ABOUT,), packed({"optimizer": class_of(optimizer), "trees": trees}, "a state"))
+        add_rest_of_model(content, tensors, layouts, [theirs.model for theirs in everyone], rank)
+        for index, piece in pieces.items():
+            add_piece(content, names[index], piece, flat(states[index]), layouts[names[index]], rank)
+        if asynchronous:
+            content.copy_to_cpu()
+    with errors_on_all(what, group):
+        partial = made_partial(path) if rank == 0 else None
+    partial = path.with_name(all_gather(partial, group)[0])
     if not asynchronous:
-        future = Future()
-        future.set_result(write(path, partial, owned, manifest, group))
-        return future
-    future = Saving()
-    future.path = path
-    thread.submit(write_behind, future, write, path.absolute(), partial.absolute(), owned, manifest, own_group)
-    optimizer.last_save = weakref.ref(future)  # one that failed has `owned` in its traceback
-    return future
+        write(path, partial, content, group)
+        done = Future()
+        done.set_result(None)
+        return done
+    saver.last = Saving()
+    saver.thread.submit(write_behind, saver.last, path.absolute(), partial.absolute(), content, group)
+    return saver.last
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of its model and optimizer before they save."""
+
+    path: str
+    model: dict  # name -> shape, dtype
+    names: list[list[str]]  # of the parameters in each group
+    experts: dict  # name of a parameter of a smaller process group -> the ranks of that
+
+
+class Content(NamedTuple):
+    """What this rank writes: key -> Boxes or bytes; key -> place in nested dicts, for torch's converters."""
+
+    items: dict
+    paths: dict
+
+    def add(self, path, value):
+        self.items[path_of(path)], self.paths[path_of(path)] = value, path
+
+    def copy_to_cpu(self):
+        for key, value in self.items.items():
+            if isinstance(value, Boxes):
+                self.items[key] = value._replace(views={
+                    offsets: torch.empty(view.shape, dtype=view.dtype, device="cpu").copy_(view)
+                    for offsets, view in value.views.items()})
 
 
 def unwrapped(model):
@@ -108,28 +171,32 @@ def unwrapped(model):
     return model
 
 
-def state_of(model) -> dict:
-    """model.state_dict() with the tensors themselves, by names that torch.compile hasn't changed."""
-    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
+def tensors_of(model) -> dict[str, torch.Tensor]:
+    """Return model.state_dict() with the tensors themselves, by names that torch.compile hasn't changed.
+
+    Raises UnfitModel: something in it could not be loaded.
+    """
+    tensors = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        value = state.get(name.replace("_orig_mod.", ""), tensor)
+        value = tensors.get(name.replace("_orig_mod.", ""), tensor)
         if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
             raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
-    return state
-
-
-def names_of(model, optimizer) -> list[str]:
-    """The names that the parameters have in `state_of`, by index."""
-    name_of = {}
-    for name, value in state_of(model).items():
+    for name, value in tensors.items():
         if name.endswith("_extra_state"):
             raise UnfitModel(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
-        if value.layout != torch.strided or value.dtype not in DTYPES.values():
-            raise UnfitModel(f"{name} in model.state_dict() is {value.layout} of {value.dtype}, which isn't kept here")
-        cuts_of(value, name)  # or the error that says how it can't be cut
+        if value.layout != torch.strided:
+            raise UnfitModel(f"{name} in model.state_dict() is {value.layout}, which isn't kept here")
+        offsets_of(value, name)  # or the error that says how it can't be cut
+    return tensors
+
+
+def names_of(tensors, optimizer) -> list[str]:
+    """Return the names that the optimizer's parameters have in `tensors_of`, by index."""
+    name_of = {}
+    for name, value in tensors.items():
         name_of.setdefault(id(value), name)  # the first of tied ones
     names = [name_of.get(id(param)) for param in all_params(optimizer)]
     if None in names:
@@ -138,106 +205,148 @@ def names_of(model, optimizer) -> list[str]:
     return names
 
 
-def packed(optimizer, names, extra, rank):
-    """-> groups for the manifest; `extra` for it, and its tensors by key. Raises ValueError: no load could read it."""
-    groups = []
-    try:
-        for group in packed_groups(optimizer):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({"params": [names[index] for index in group["params"]], "options": pack(options, pack_data)})
-        return groups, pack_apart(extra, f"extra.{rank}.", SMALL)
-    except NotPackable as refusal:
-        raise ValueError(f"load() can't read `extra` or a parameter group again: {refusal}") from None
+def packed_groups(optimizer) -> list[dict[str, bytes]]:
+    return [{key: packed(value, "a parameter group") for key, value in group.items()
+             if key not in ("params", "param_names")} for group in optimizer.param_groups]
 
 
-def parts_of_model(model, optimizer, pieces):
-    """-> key of a tensor of the model -> elements that this rank has to write, if no other does; their piece."""
-    index_of, found = {id(param): index for index, param in enumerate(all_params(optimizer))}, {}
-    for name, tensor in state_of(model).items():
-        index = index_of.get(id(tensor))
-        if index in pieces or index is None or not tensor.numel():  # else it is updated elsewhere
-            piece = pieces.get(index) or whole_piece(tensor)._replace(base=box_of(tensor).base)
-            value = local(tensor).reshape(-1)[piece.start : piece.stop]
-            found[f"model.{name}"] = value, piece._replace(param=tensor, main=value)
+def names_in_groups(optimizer, names) -> list[list[str]]:
+    return [[names[index] for index in group["params"]] for group in indexed_groups(optimizer)]
+
+
+def all_names(everyone) -> list[list[str]]:
+    """Return the names of each group, of all ranks: experts of smaller process groups are on some ranks only."""
+    return [list(dict.fromkeys(name for names in of_ranks for name in names))
+            for of_ranks in zip(*(theirs.names for theirs in everyone))]
+
+
+def ranks_of_experts(optimizer, names) -> dict[str, list[int]]:
+    """Return the name of each parameter of a smaller process group than Chained's -> the ranks of that group."""
+    names, found = iter(names), {}
+    for member, n_ranks in zip(members_of(optimizer), getattr(optimizer, "n_ranks", [0])):
+        ranks = dist.get_process_group_ranks(member.process_group or dist.group.WORLD) if n_ranks else []
+        for param in all_params(member):
+            name = next(names)
+            if n_ranks and n_ranks < optimizer.process_group.size() and not isinstance(param, DTensor):
+                found[name] = ranks
     return found
 
 
-def refuse_different_models(everyone, what):
+def refuse_different(everyone):
+    """Raise CheckpointError or UnfitModel unless all ranks save the same model to the same place."""
+    first, ranks_of = everyone[0], {}  # name -> ranks of its process group, if that is a smaller one
+    has_experts = any(theirs.experts for theirs in everyone)
     for rank, theirs in enumerate(everyone):
-        for one, other in itertools.zip_longest(everyone[0].items(), theirs.items(), fillvalue=("", None)):
-            if one != other:
-                raise UnfitModel(f"{what}: the ranks have different models: {one[0] or other[0]} isn't the same on "
-                                 f"ranks 0 and {rank}")
+        if theirs.path != first.path:
+            raise CheckpointError(f"rank {rank} saves to {theirs.path}, rank 0 to {first.path}: a path with the time "
+                                  "in it must come from one rank")
+        if len(theirs.names) != len(first.names):
+            raise UnfitModel(f"rank {rank} has {len(theirs.names)} parameter groups, rank 0 has {len(first.names)}")
+        for name in theirs.model:
+            ranks = ranks_of.setdefault(name, theirs.experts.get(name))
+            if theirs.experts.get(name) != ranks:
+                raise UnfitModel(f"{name} on ranks {ranks} and {theirs.experts.get(name)} are two parameters of one "
+                                 "name: give each expert its global index as name")
+        for name in dict.fromkeys([*first.model, *theirs.model]):
+            is_expert = has_experts and not (name in first.model and name in theirs.model)
+            if first.model.get(name) != theirs.model.get(name) and not is_expert:
+                raise UnfitModel(f"the ranks have different models: {name} isn't the same on ranks 0 and {rank}")
 
 
-@contextlib.contextmanager
-def removed_on_error(partial):
-    """But not when a rank is missing: it may be writing there."""
+def is_plain(tree):
+    return isinstance(tree, dict) and not any(tree.values())
+
+
+def class_of(optimizer):
+    return type(inner_of(optimizer)).__name__
+
+
+def add_rest_of_model(content, tensors, layouts, models, rank):
+    """Add what no optimizer updates: of a DTensor the local part, of any other tensor what the first rank has."""
+    for name, tensor in tensors.items():
+        first = next(owner for owner, model in enumerate(models) if name in model)
+        if name not in layouts and (first == rank or isinstance(tensor, DTensor)):
+            content.add(("model", name), whole(tensor))
+
+
+def add_piece(content, name, piece, values, layout, rank):
+    """Add the parts of a parameter and its state of which this rank is the first that has them."""
+    for part in layout.parts:
+        if part.rank == rank:
+            own = slice(part.start - piece.start, part.stop - piece.start)
+            param = local(piece.param).reshape(-1)[part.start : part.stop]
+            content.add(("model", name), boxes(param, piece.param, part.start))
+            for path, told in layout.cut.items():
+                value = local(values[path]).reshape(*told.lead, -1)[..., own]
+                content.add((*STATE, name, *path.split(".")), boxes(value, piece.param, part.start))
+    for path, (first, _) in layout.common.items():
+        if first == rank:
+            value = values[path]
+            content.add((*STATE, name, *path.split(".")),
+                        whole(value) if isinstance(value, torch.Tensor) else packed(value, f"the state of {name}"))
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def made_partial(path) -> str:
+    """Make the folder in which `path` is written until it is complete. Return its name. On the first rank.
+
+    Removes what this run has left in the folder when it was killed, and no other run's.
+    """
+    if path.parent.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is no folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = f"{RUN}-{dist.get_rank() if dist.is_initialized() else 0}-"
+    for left in path.parent.glob(f"*.{own}????????.partial"):
+        if left.name not in OWN_PARTIALS:
+            shutil.rmtree(left, ignore_errors=True)
+    refuse_existing(path)
+    partial = path.with_name(f"{path.name}.{own}{secrets.token_hex(4)}.partial")
+    OWN_PARTIALS.add(partial.name)
+    partial.mkdir()
+    return partial.name
+
+
+def refuse_existing(path):
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "it exists already")
+
+
+def write(path, partial, content, group):
+    """Write what this rank has to `partial`, then the checksums, and give the folder its name. Collective."""
+    what = f"checkpoint {path} can't be written"
+    writer, planner = Writer(partial), SavePlanner(*content)
     try:
-        yield
+        with errors_on_all(what, group):
+            if not partial.is_dir():
+                words = "the folder that rank 0 has made isn't here: all need the same folder"
+                raise FileNotFoundError(errno.ENOENT, words)
+        with errors_on_all(what, group):
+            with quiet(group):
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        everyone = all_gather(writer.fs.sums, group)
+        with errors_on_all(what, group):
+            if rank_and_size(group)[0] == 0:
+                finish(path, partial, {name: sums for theirs in everyone for name, sums in theirs.items()})
     except (CheckpointError, KeyboardInterrupt, SystemExit):
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def collect(things, layouts, tensors, extra, rank, to_cpu) -> dict[str, Part]:
-    """-> key -> what this rank writes of that tensor."""
-    def kept(value):
-        value = value.detach()
-        if to_cpu:  # a copy, also of what is there already
-            return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
-        return value.contiguous()
-
-    owned = {key: whole(kept(value)) for key, value in extra.items()}
-    for of, layout in layouts.items():
-        for key, its in layout.tensors.items():
-            for start, stop in [(start, stop) for owner, start, stop in its.owners if owner == rank]:
-                _, piece = things[of]
-                owned[key] = whole(kept(tensors[key])) if not its.is_cut else Part(
-                    kept(its.part(tensors[key], piece, start, stop)), its.shape(piece.param.shape), start,
-                    cuts_of(piece.param))
-    return owned
-
-
-def write(path, partial, owned, manifest, group):
-    """Write what this rank owns to `partial`, then the manifest, and give the folder its name. Collective."""
-    what = f"checkpoint {path} can't be written"
-    rank, _ = rank_and_size(group)
-    with removed_on_error(partial):
-        file = partial / f"rank-{rank:05}.safetensors"
-        with errors_on_all(what, group):
-            if not partial.is_dir():
-                words = "the folder that rank 0 has made isn't here: all need the same folder"
-                raise FileNotFoundError(errno.ENOENT, words)
-            written = write_rank_file(file, owned)
-        everyone = all_gather((file.name, written, manifest.get("extra")), group)
-        with errors_on_all(what, group):
-            if len(everyone) < manifest["ranks"]:
-                raise RuntimeError("the process group was destroyed meanwhile: call result() before")
-            if rank == 0:
-                of_all = {"extra": [extra for *_, extra in everyone],
-                          "files": {name: written for name, written, _ in everyone}}
-                finish(path, partial, {"format": FORMAT, "byteorder": sys.byteorder, **manifest, **of_all})
-
-
-def finish(path, partial, manifest):
-    text, limit = sealed(manifest), most_bytes(len(manifest["model"]))
-    if len(text) > limit:
-        raise ValueError(f"its manifest has {len(text)} bytes, load() reads {limit}: put large values of `extra` or of "
-                         "a state into tensors")
-    with open(partial / MANIFEST, "wb") as file:
-        file.write(text)
+def finish(path, partial, sums):
+    with open(partial / SUMS, "w") as file:
+        json.dump(sums, file)
         file.flush()
         os.fsync(file.fileno())
-    manifest_of(partial, limit)  # as `load` will
     sync_folder(partial)
-    refuse_existing(path)  # of another run, where there are no locks
+    refuse_existing(path)
     partial.rename(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder):
-    """What is in it is there after a power failure too, on file systems that can promise that."""
+    """Flush a folder: what is in it is there after a power failure too, on file systems that can promise that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -248,49 +357,16 @@ def sync_folder(folder):
         os.close(descriptor)
 
 
-class Saving(Future):
-    """The Future of an asynchronous save to `path`."""
-
-    def result(self, timeout=None):
-        try:
-            return super().result(timeout)
-        finally:
-            if self.done():
-                UNTOLD.pop(self.path, None)
-
-
-def write_behind(saving, write, *args):
+def write_behind(saving, *args):
     try:
         write(*args)
     except BaseException as error:
-        UNTOLD[saving.path] = first_line(error)
-        saving.set_exception(error)
+        saving.set_exception(error.with_traceback(None))  # which would keep the tensors in memory
     else:
         saving.set_result(None)
 
 
-def tell_failures(what, group):
-    """Raise, on every rank, failures of earlier saves whose futures nobody has asked. Collective."""
-    with at_own_pace(what, group):
-        lines = [UNTOLD.pop(path) for path in list(UNTOLD)]
-    for line in filter(None, all_gather("; ".join(lines), group)):
-        raise CheckpointError(line)
-
-
-@atexit.register
-def tell_at_the_end():
-    for line in UNTOLD.values():
-        print(f"error: {line}", file=sys.stderr)
-
-
-def writer_of(optimizer, group):
-    """-> a thread that writes one checkpoint after the other; its own process group, so that messages can't mix."""
-    own_group = None
-    if dist.is_initialized():
-        training = group or dist.group.WORLD
-        timeout = training._get_backend(all_params(optimizer)[0].device).options._timeout
-        own_group = group_among(dist.get_process_group_ranks(training), timeout=timeout, backend="gloo")  # of CPUs
-    return WRITERS.setdefault(own_group or optimizer, ThreadPoolExecutor(1)), own_group
+# ------------------------------------------------------------------------------------------------------------ loading
 
 
 @torch.no_grad()
@@ -298,110 +374,279 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
 
     On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Everything
-    is read before anything is changed: for that moment each rank has the model a second time, on the CPU.
+    is read before anything is changed: for that moment each rank has the model a second time, on the CPU. A checkpoint
+    that torch.distributed.checkpoint has written for FSDP2 or torchtitan is loaded, too; its `extra` is None.
 
     Raises, on every rank, before anything is changed:
         DamagedCheckpoint: it is damaged, or not complete, or the disk can't read it.
-        ForeignCheckpoint: it is of another model or optimizer.
+        ForeignCheckpoint: it is of another model or optimizer, or of version 0.2 of this program.
         CheckpointError: anything else.
     """
     optimizer = itself(optimizer)
-    group, what = ranks_of(optimizer), f"checkpoint {path} can't be loaded"
-    rank, world_size = rank_in(group)
-    with errors_on_all(what, group), refusals():
+    saver, what = saver_for(optimizer), f"checkpoint {path} can't be loaded"
+    group = saver.group
+    wait([saver.last])
+    with errors_on_all(what, group, refusal):
         path, model = Path(path), unwrapped(model)
-        names, pieces = names_of(model, optimizer), pieces_of(optimizer)
-        manifest, checksum_of_text = manifest_of(path, most_bytes(len(state_of(model))))
-        groups = [unpack(group["options"], None) for group in manifest.groups]  # data, as has been checked
-        check(manifest, model, optimizer, names)
+        tensors = tensors_of(model)
+        names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
+        stored = Stored(path, *rank_and_size(group))
+        told = Told(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
+    everyone = all_gather(told, group)
+
+    def read(items):
+        """Let each rank read its `items`, key -> Boxes or None. A rank that fails is an error on all of them."""
+        with errors_on_all(what, group, refusal):
+            with quiet(group):
+                dcp.load({}, storage_reader=Reader(path, stored.metadata), planner=LoadPlanner(items),
+                         process_group=group, no_dist=group is None)
+
+    with errors_on_all(what, group, refusal):
+        if len({theirs.path for theirs in everyone}) > 1:
+            raise CheckpointError("the ranks read different checkpoints")
+        stored.refuse_other_model(tensors, {name for theirs in everyone for name in theirs.model})
+        values = dict.fromkeys(stored.keys_of_values(names))
+    read(values)
+    with errors_on_all(what, group, refusal):
+        stored.refuse_other_class(values, class_of(optimizer))
+        groups = stored.groups(values, names_in_groups(optimizer, names), all_names(everyone))
         schemas = schemas_of(optimizer, groups)
-    if len(set(all_gather(checksum_of_text, group))) > 1:
-        raise CheckpointError(f"{what}: the ranks read different checkpoints")
-    with errors_on_all(what, group), refusals():
-        reader = Reader(path, manifest, rank, world_size)
-        found = {}
-        for name, tensor in state_of(model).items():
-            if id(tensor) not in found:  # tied ones once, by the first of their names
-                found[id(tensor)] = local(tensor), room_for(reader, name, tensor)
-        states = {index: state_of_piece(reader, manifest, names[index], piece, fixed_paths(schemas[index]))
-                  for index, piece in pieces.items()}
-        extra = reader.unpack(manifest.extra[rank if manifest.ranks == world_size else 0])
+        new_tensors, items = {}, {}
+        for name, tensor in tensors.items():
+            if id(tensor) not in new_tensors:  # tied ones once, by the first of their names
+                value = torch.empty(local(tensor).shape, dtype=tensor.dtype, device="cpu")
+                new_tensors[id(tensor)] = local(tensor), value
+                items[stored.key_of_tensor(name, tensor.dtype)] = whole(value, tensor)
+    read(items)
+    with errors_on_all(what, group, refusal):
+        items, new_states = {}, {}  # key -> Boxes; index -> path -> value
+        for index, piece in pieces.items():
+            common = paths_of_common(schemas[index])
+            new_states[index] = stored.room_for_state(names[index], piece, common, values, items)
+    read(items)
+    with errors_on_all(what, group, refusal):
+        states = {index: stored.state(names[index], state, values) for index, state in new_states.items()}
         check_states(schemas, names, states, {index: piece.main.shape for index, piece in pieces.items()})
-        reader.run()
         ready = prepared(optimizer, states, groups)
     with errors_on_all(what, group):
-        for tensor, value in found.values():
+        for tensor, value in new_tensors.values():
             tensor.copy_(value)
         install(optimizer, ready)
-    return extra
+    return values.get(stored.key_of_extra)
+
+
+class Stored:
+    """What is in a checkpoint, of this program or of FSDP2 or torchtitan, which have other names for some of it.
+
+    Attributes:
+        metadata: what DCP knows of it; `keys` are those of all tensors and values in it.
+        checksum: to know whether all ranks read the same.
+        states: name of a parameter -> path of a value in its state -> key.
+        key_of_extra: of this rank's `extra`, or of rank 0's.
+    """
+
+    def __init__(self, folder, rank, world_size):
+        sizes = checked_files(folder, rank, world_size)
+        self.metadata = read_metadata(folder, sizes)
+        self.checksum = checksum_of(folder / (SUMS if (folder / SUMS).exists() else METADATA))
+        self.keys = self.metadata.state_dict_metadata
+        if ABOUT in self.keys and not (folder / SUMS).exists():
+            raise DamagedCheckpoint(f"it is not complete: {SUMS} is missing")
+        has_prefix = any(key.startswith("model.") for key in self.keys)
+        self.prefix = "model." if has_prefix else ""  # torchtitan has none
+        n_extras = sum(re.fullmatch(r"extra\.\d+", key) is not None for key in self.keys)
+        self.key_of_extra = f"extra.{rank if n_extras == world_size else 0}"
+        self.states, paths = {}, self.metadata.planner_data or {}
+        for key in [key for key in self.keys if key.startswith("optimizer.state.")]:
+            path = paths.get(key, ())
+            name, *path = path[2:] if path[:2] == STATE else key.removeprefix("optimizer.state.").rsplit(".", 1)
+            self.states.setdefault(name, {})[path_of(path)] = key
+
+    def is_tensor(self, key):
+        return isinstance(self.keys[key], TensorStorageMetadata)
+
+    def refuse_other_model(self, tensors, names_of_all):
+        """Raise ForeignCheckpoint with the first difference between the model and what was saved."""
+        theirs = {key.removeprefix(self.prefix): self.keys[key] for key in self.keys if key.startswith(self.prefix)
+                  and self.is_tensor(key)}
+        missing = [name for name in theirs if name not in names_of_all] if self.prefix else []
+        for name in [*tensors, *missing]:
+            there, inside = (f"has it with shape {shape}" if shape is not None else "doesn't have it" for shape in (
+                tuple(theirs[name].size) if name in theirs else None,
+                tuple(tensors[name].shape) if name in tensors else None))
+            if there != inside:
+                raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {there}, the model {inside}")
+            there, inside = theirs[name].properties.dtype, tensors[name].dtype
+            if there != inside and not (there.is_floating_point and inside.is_floating_point):
+                raise ForeignCheckpoint(f"it is of another model: {name} is {there} there, {inside} in the model")
+
+    def refuse_other_class(self, values, ours):
+        about = values.get(ABOUT)
+        theirs = about["optimizer"] if about else ours
+        if theirs != ours:
+            raise ForeignCheckpoint(f"it is of {theirs}, this optimizer is {ours}")
+
+    def keys_of_values(self, names):
+        """Return the keys of everything that is no tensor, and that this rank needs to load parameters `names`."""
+        for key in self.keys:
+            if not self.is_tensor(key) and (key in (ABOUT, self.key_of_extra) or key.startswith(f"{path_of(GROUPS)}.")):
+                yield key
+        for name in names:
+            yield from (key for key in self.states.get(name, {}).values() if not self.is_tensor(key))
+
+    def groups(self, values, ours, ours_on_all) -> list[dict]:
+        """Return the hyperparameters of each group. Raises ForeignCheckpoint: other parameters are in the groups.
+
+        `ours`: names of the parameters in the groups of this optimizer; `ours_on_all`: of all ranks.
+        """
+        prefix = f"{path_of(GROUPS)}."
+        options = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+        theirs = [options[f"{number}.params"] for number in range(len(options)) if f"{number}.params" in options]
+        if theirs:
+            if [sorted(names) for names in theirs] != [sorted(names) for names in ours_on_all]:
+                raise ForeignCheckpoint(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(ours)}")
+            firsts = [[str(number)] for number in range(len(ours))]
+        else:
+            firsts = ours  # torchtitan has a group for each parameter
+        groups = []
+        for names in firsts:
+            of_each = [{key.removeprefix(f"{name}."): value for key, value in options.items()
+                        if key.startswith(f"{name}.")} for name in names] or [{}]
+            if any(repr(group) != repr(of_each[0]) for group in of_each):
+                raise ForeignCheckpoint(f"the parameters of one group, {summary([names])}, were in several groups")
+            groups.append({key: value for key, value in of_each[0].items() if key not in ("params", "param_names")})
+        return groups
+
+    def key_of_tensor(self, name, dtype):
+        """Return the key of a tensor of the model: of its main parameter, if that would be rounded twice otherwise."""
+        key, main = f"{self.prefix}{name}", self.states.get(name, {}).get("main_param")
+        if main and self.keys[key].properties.dtype != dtype and self.keys[main].size == self.keys[key].size:
+            return main
+        return key
+
+    def room_for_state(self, name, piece, common, values, items):
+        """Return path -> value in the state of a piece; of tensors, memory for them, which `items` then has, too.
+
+        `common`: paths of what isn't cut, whatever its shape says.
+        """
+        state, keys = {}, dict(self.states.get(name, {}))
+        main_key = keys.pop("main_param", f"{self.prefix}{name}")
+        if piece.has_main_param:
+            keys["main_param"] = main_key
+        for path, key in keys.items():
+            if not self.is_tensor(key):
+                state[path] = values[key]
+                continue
+            size, dtype = self.keys[key].size, self.keys[key].properties.dtype
+            lead = lead_of(size, piece.param.shape)
+            if key == main_key:
+                dtype = piece.main.dtype
+            if lead is None or path in common:
+                state[path] = torch.empty(size, dtype=dtype, device="cpu")
+                items[key] = whole(state[path])
+            else:
+                state[path] = torch.empty((*lead, *piece.main.shape), dtype=dtype, device="cpu")
+                items[key] = boxes(state[path].view(*lead, -1), piece.param, piece.start)
+        return state
+
+    def state(self, name, state, values):
+        """Return a state with its dicts and lists, of its values by path."""
+        trees = (values.get(ABOUT) or {"trees": {}})["trees"]
+        tree = dict(trees.get(name) or dict.fromkeys(state))
+        if "main_param" in state:
+            tree["main_param"] = None
+        elif name in trees:
+            tree.pop("main_param", None)
+        return filled(tree, state)
 
 
 @contextlib.contextmanager
-def refusals():
-    """What doesn't fit is foreign; what the disk can't read is damaged."""
-    try:
+def quiet(group):
+    """Leave out DCP's warning that a program without process groups has none."""
+    with warnings.catch_warnings():
+        if group is None:
+            warnings.simplefilter("ignore", UserWarning)
         yield
-    except CheckpointError:
-        raise
-    except ValueError as refusal:
-        raise ForeignCheckpoint(str(refusal)) from None
-    except OSError as error:
-        if error.errno in DISK_ERRORS:
-            raise DamagedCheckpoint(error.strerror) from None
-        raise
-
-
-def check(manifest, model, optimizer, names):
-    """Raise ForeignCheckpoint with the first difference, if it is of another model or optimizer."""
-    here = type(inner_of(optimizer)).__name__
-    if manifest.optimizer != here:
-        raise ForeignCheckpoint(f"it is of {manifest.optimizer}, this optimizer is {here}")
-    ours, theirs = state_of(model), {name: manifest.tensors[f"model.{name}"] for name in manifest.model}
-    for name in [*ours, *theirs]:
-        there, inside = (f"has it with shape {tuple(one[name].shape)}" if name in one else "doesn't have it"
-                         for one in (theirs, ours))
-        if there != inside:
-            raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {there}, the model {inside}")
-        there, inside = theirs[name].dtype, ours[name].dtype
-        if there != inside and not (there.is_floating_point and inside.is_floating_point):
-            raise ForeignCheckpoint(f"it is of another model: {name} is {there} there, {inside} in the model")
-    groups = [[names[index] for index in group["params"]] for group in packed_groups(optimizer)]
-    theirs = [group["params"] for group in manifest.groups]
-    if theirs != groups:
-        raise ForeignCheckpoint(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(groups)}")
 
 
 def summary(groups):
     return " and ".join(f"{len(names)} from {names[0]} to {names[-1]}" if names else "an empty one" for names in groups)
 
 
-def room_for(reader, name, tensor):
-    """-> memory for what becomes `tensor`, or its local part, of the model."""
-    # If the dtype has changed, the main parameter is read instead, so that it is rounded only once.
-    stored = reader.tensors[f"model.{name}"]
-    main = reader.tensors.get(f"{state_key(name)}main_param")  # in fp32, if the parameter had 16 bits when it was saved
-    has_main = main and tensor.dtype != stored.dtype and (main.shape, main.n_lead) == (stored.shape, stored.n_lead)
-    return reader.box(main if has_main else stored, box_of(tensor))
+def refusal(error):
+    """Return the error as that of a checkpoint: what doesn't fit is foreign; what the disk can't read is damaged."""
+    if isinstance(error, ValueError) and not isinstance(error, CheckpointError):
+        return ForeignCheckpoint(str(error))
+    return DamagedCheckpoint(error.strerror) if getattr(error, "errno", None) in DISK_ERRORS else error
 
 
-def state_of_piece(reader, manifest, name, piece, fixed):
-    """-> the state of `piece`, not yet filled. `fixed`: entries that don't follow the parameter's shape."""
-    def tensor(word, key):
-        if word == "tensor" or key.removeprefix(state_key(name)) in fixed:
-            return reader.whole(key)
-        stored = reader.tensors[key]
-        part = reader.part(stored, box_of(piece.param), piece.start, piece.stop)
-        return part.view((*stored.lead, *piece.main.shape))
+def checked_files(folder, rank, world_size) -> dict[str, int]:
+    """Return file -> its number of bytes, of all files of a checkpoint. This rank sums up its share of them.
 
-    state = unpack(manifest.states.get(name, {"dict": []}), tensor)
-    if piece.has_main_param and "main_param" not in state:
-        state["main_param"] = tensor("piece", f"model.{name}")
-    return state
+    Raises DamagedCheckpoint: one is missing or was changed. ForeignCheckpoint: version 0.2 has written it.
+    """
+    if not folder.is_dir():
+        raise DamagedCheckpoint("there is no such folder")
+    if (folder / MANIFEST).exists() and not (folder / METADATA).exists():
+        raise ForeignCheckpoint("version 0.2 or an earlier one has written it: load it with that version")
+    if not (folder / METADATA).exists():
+        raise DamagedCheckpoint(f"it is not complete: {METADATA} is missing")
+    if not (folder / SUMS).exists():  # another program has written it
+        return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    sums = read_sums(folder)
+    for number, (name, (n_bytes, crc)) in enumerate(sorted(sums.items())):
+        with damage_of(name), opened(folder / name) as file:
+            now = os.fstat(file.fileno()).st_size
+            need(now == n_bytes, f"{n_bytes} bytes were written, now it is {now} bytes")
+            if number % world_size == rank:
+                need((now := checksum_of_file(file)) == crc, f"its checksum was {crc:08x}, now it is {now:08x}")
+    return {name: n_bytes for name, (n_bytes, _) in sums.items()}
+
+
+def read_sums(folder):
+    with damage_of(SUMS), opened(folder / SUMS) as file:
+        sums = json.load(file)
+        need(type(sums) is dict, "it is no dict")
+        for name, (n_bytes, crc) in sums.items():
+            need(name not in ("", ".", "..") and "/" not in name and "\0" not in name, f"file {name!r:.60}")
+            need(is_count(n_bytes) and is_count(crc), f"the sum of {name!r:.60}")
+        return sums
+
+
+@contextlib.contextmanager
+def damage_of(name):
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is damaged: it is missing") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{name} is damaged: {first_line(error)}") from None
+
+
+def opened(path):
+    """Return the open file. Raises ValueError if it is a link, or no regular file, which one might wait for."""
+    need(not path.is_symlink(), "it is a link")
+    need(path.is_file() or not path.exists(), "it is no regular file")
+    return open(path, "rb")
+
+
+def checksum_of_file(file):
+    crc = 0
+    while content := file.read(CHUNK):
+        crc = zlib.crc32(content, crc)
+    return crc
+
+
+def checksum_of(path) -> int:
+    with open(path, "rb") as file:
+        return checksum_of_file(file)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """-> the complete checkpoint in `folder` with the highest number at the end of its name; None if there is none.
-    Names without such a number, such as best, don't count, nor do checkpoints that were set aside."""
-    complete = [path.parent for path in Path(folder).glob(f"*/{MANIFEST}") if path.is_file()
-                and re.search(r"\d$", path.parent.name) and not re.search(r"\.aside-\d+$", path.parent.name)]
+    """Return the complete checkpoint in `folder` with the highest number at the end of its name; None without any.
+
+    Names without such a number, such as best, don't count.
+    """
+    complete = {path.parent for name in (METADATA, MANIFEST) for path in Path(folder).glob(f"*/{name}")
+                if path.is_file() and re.search(r"\d$", path.parent.name)}
     return max(complete, key=lambda path: (int(re.search(r"\d+$", path.name)[0]), path.name), default=None)

@@ -1,7 +1,7 @@
 """An optimizer's state as one dict, or on other ranks: assembled from its pieces and cut again.
 
-The state of one parameter is sent at a time. So a rank holds its old part, its new part, the result if it wants one,
-and one whole parameter.
+All of it goes through memory, the state of one parameter at a time. So a rank holds its old part, its new part, the
+result if it wants one, and one whole parameter. Large models go by files.
 """
 
 import copy
@@ -11,14 +11,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from guard.schema import lead_of
 
-from .boxes import box_of, is_meshed, local
-from .json_values import pack_apart, unpack
-from .optimizers import all_params, group_of, install, itself, packed_groups, pieces_of, placed, prepared, whole_piece
+from .optimizers import (
+    Piece,
+    all_params,
+    group_of,
+    indexed_groups,
+    install,
+    itself,
+    local,
+    offsets_of,
+    paths_of_common,
+    pieces_of,
+    placed,
+    prepared,
+    schemas_of,
+)
 from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import agree, check_states, describe, fixed_paths, layout_of, local_states, said, schemas_of, state_key
+from .states import agree, check_states, filled, flat, layout_of, local_states, told_of, tree_of
 
 TAG = 2**30 - 1  # of messages to rank 0: large enough that no user has it
 NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
@@ -34,19 +47,23 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
     optimizer = itself(optimizer)
+    refuse_several_groups(optimizer)
     group, dst = group_of(optimizer), None if to_all else 0
-    rank, _ = rank_in(group) if to_all else rank_and_size(group)
+    rank = rank_in(group) if to_all else rank_and_size(group)[0]
     if rank < 0:
         return {}
-    params, state = all_params(optimizer), {}
     with errors_on_all(NOT_READ, group):
         pieces = pieces_of(optimizer)
         states = local_states(optimizer, pieces)
-    layouts, tensors = agreed(optimizer, states, pieces, NOT_READ, group)
-    for index, wholes in sent(layouts, tensors, pieces, params, group, dst):
-        kept, param = layouts[index].tensors, params[index]
-        state[index] = unpack(layouts[index].tree, lambda _, key: on_cpu(wholes[key], kept[key], param))
-    return {"state": state, "param_groups": packed_groups(optimizer)} if dst in (None, rank) else {}
+    layouts = agreed(optimizer, states, pieces, NOT_READ, group)
+    params, values = all_params(optimizer), {index: flat(state) for index, state in states.items()}
+    state = {}
+    for index, layout in layouts.items():
+        sent = wholes(layout, values.get(index), pieces.get(index), params[index], group, dst)
+        its_values = {path: on_cpu(whole, params[index], path in layout.cut) for path, whole in sent}
+        if dst in (None, rank):
+            state[index] = filled(layout.tree, its_values)
+    return {"state": state, "param_groups": indexed_groups(optimizer)} if dst in (None, rank) else {}
 
 
 @torch.no_grad()
@@ -57,10 +74,11 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     ValueError on every rank, before anything is changed, if the state_dict is from another model or optimizer.
     """
     optimizer = itself(optimizer)
-    group, params, plan, tensors = group_of(optimizer), all_params(optimizer), None, {}
-    if rank_in(group)[0] == 0:
+    refuse_several_groups(optimizer)
+    group, params, plan, values = group_of(optimizer), all_params(optimizer), None, {}
+    if rank_in(group) == 0:
         try:
-            plan, tensors = plan_of(optimizer, state_dict)
+            plan, values = plan_of(optimizer, state_dict)
             pickle.dumps(plan)  # fails now, and not while the others wait
         except Exception as error:  # the other ranks wait for the plan
             plan = error if isinstance(error, ValueError) else ValueError(f"this state_dict can't be read: {error!r}")
@@ -69,7 +87,7 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
         raise plan
     groups, layouts = copy.deepcopy(plan)  # without other ranks it is the caller's own, which a step would change
     before = {index: whole_piece(params[index]) for index in layouts}
-    moved(optimizer, layouts, tensors, before, groups, NOT_LOADED, group)
+    exchange(optimizer, layouts, values, before, groups, NOT_LOADED, group, into_params=True)
 
 
 @torch.no_grad()
@@ -89,117 +107,162 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
-    params, before = all_params(optimizer), pieces_of(optimizer, in_whole=True)
-    states = local_states(optimizer, before, all_main_params=True)
+    params, before = all_params(optimizer), pieces_of(optimizer)
+    with errors_on_all(NOT_MOVED, None):
+        states = local_states(optimizer, before, all_main_params=True)
     sources, groups = agreed_sources(optimizer, process_group)
-    layouts, tensors = agreed(optimizer, states, before, NOT_MOVED, None)
+    layouts = agreed(optimizer, states, before, NOT_MOVED, None)
     for index, param in enumerate(params):
         if optimizer.rank < 0:
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
         for parts, source in sources.items():  # for ranks that join
-            own, (offsets, sizes) = local(param), parts[index]
-            dist.broadcast(own if (offsets, sizes) == box_of(param)[:2] else own.new_empty(sizes), src=source)
+            offsets, shape = parts[index]
+            is_own = (offsets, shape) == part_of(param)
+            dist.broadcast(local(param) if is_own else local(param).new_empty(shape), src=source)
+    values = {index: flat(state) for index, state in states.items()}
     del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
-    moved(optimizer, layouts, tensors, before, groups, NOT_MOVED, None, in_whole=True)
+    exchange(optimizer, layouts, values, before, groups, NOT_MOVED, None)
 
 
-def key_of(index):
-    return state_key(f"parameter {index}")
+def refuse_several_groups(optimizer):
+    if len({*getattr(optimizer, "n_ranks", ())}) > 1:
+        raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
 def agreed(optimizer, states, pieces, what, group):
-    """-> index -> Layout; key -> this rank's tensor: see `agree`."""
-    params = all_params(optimizer)
-    things = {key_of(index): (state, pieces[index]) for index, state in states.items()}
-    names = [f"parameter {index}" for index in range(len(params))]
-    by_key, tensors = agree(optimizer, things, names, what, group)
-    layouts = {index: by_key[key_of(index)] for index in range(len(params)) if key_of(index) in by_key}
+    """Return index -> Layout of each state that there is: see `agree`."""
+    names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
+    layouts = agree(optimizer, states, pieces, names, what, group)
+    layouts = {index: layouts[name] for index, name in enumerate(names) if layouts.get(name) and layouts[name].tree}
     for index, layout in layouts.items():
-        stacked = [key for key, kept in layout.tensors.items() if kept.is_cut and kept.lead]
-        if stacked and is_meshed(params[index]):
-            path = stacked[0].removeprefix(key_of(index))
-            raise ValueError(f"{said(key_of(index))} has {path}, which can't be kept: a stack of DTensors")
-    return layouts, tensors
+        stacked = [path for path, told in layout.cut.items() if told.lead]
+        if stacked and isinstance(all_params(optimizer)[index], DTensor):
+            raise ValueError(f"the state of {names[index]} has {stacked[0]}, which can't be kept: a stack of DTensors")
+    return layouts
 
 
-def moved(optimizer, layouts, tensors, before, groups, what, group, in_whole=False):
-    """Install the states of `layouts`, of which this rank has `tensors` for its pieces `before`, and `groups`."""
+def exchange(optimizer, layouts, values, before, groups, what, group, into_params=False):
+    """Install the states of `layouts`, of which this rank has `values` for its pieces `before`, and `groups`."""
     params = all_params(optimizer)
     with errors_on_all(what, group):  # takes all memory: what follows can't fail on one rank
-        pieces = pieces_of(optimizer, in_whole)
-        states, rooms = room_for(layouts, pieces, params)
-        ready = prepared(optimizer, states, groups)
-    for index, wholes in sent(layouts, tensors, before, params, group):
-        for key in wholes if index in pieces else ():
-            elements = slice(*pieces[index].in_whole) if layouts[index].tensors[key].is_cut else slice(None)
-            rooms[key].copy_(wholes[key][..., elements].reshape(rooms[key].shape))
-        if (key := f"{key_of(index)}main_param") in wholes and not in_whole:
-            local(params[index]).copy_(wholes[key].view(local(params[index]).shape))
+        pieces = pieces_of(optimizer)
+        rooms = {index: room_for(layouts[index], piece) for index, piece in pieces.items() if index in layouts}
+        ready = prepared(optimizer, {index: filled(layouts[index].tree, room) for index, room in rooms.items()}, groups)
+        refuse_too_large(layouts, params)
+    for index, layout in layouts.items():
+        for path, whole in wholes(layout, values.get(index), before.get(index), params[index], group):
+            if index in pieces and isinstance(whole, torch.Tensor):
+                elements = slice(*pieces[index][1:3]) if path in layout.cut else slice(None)
+                room = rooms[index][path]
+                room.copy_((whole[..., elements] if path in layout.cut else whole).reshape(room.shape))
+            if path == "main_param" and into_params:
+                local(params[index]).copy_(whole.view(local(params[index]).shape))
+            del whole
     with errors_on_all(what, group):
         install(optimizer, ready)
 
 
-def sent(layouts, tensors, pieces, params, group, dst=None):
-    """-> iterator, on rank `dst` (None: all), over (index, key -> whole tensor, (*lead, elements)). Collective.
-    `tensors`: what this rank has of them, for its `pieces`. Without a base, a DTensor's whole is the local part."""
-    rank, world_size = rank_and_size(group)
-    is_receiver = dst in (None, rank)
-    for index, layout in layouts.items():
-        wholes, device = {}, params[index].device
-        for key, kept in layout.tensors.items():
-            if is_receiver:
-                wholes[key] = torch.empty(*kept.lead, kept.owners[-1][2], dtype=kept.dtype, device=device)
-            for owner, start, stop in kept.owners:
-                part = kept.part(tensors[key], pieces[index], start, stop) if owner == rank else None
-                if not is_receiver:
-                    if owner == rank:  # a count of steps is on the CPU, which NCCL can't send from
-                        dist.send(part.to(device).contiguous(), group=group, group_dst=dst, tag=TAG)
-                    continue
-                place = wholes[key][..., start:stop]
-                there = place.contiguous()
-                if owner == rank:
-                    there.copy_(part)
-                if dst is None and world_size > 1:
-                    dist.broadcast(there, group=group, group_src=owner)
-                elif owner != rank:
-                    dist.recv(there, group=group, group_src=owner, tag=TAG)
-                if there is not place:
-                    place.copy_(there)
-        if is_receiver:
-            yield index, wholes
-            wholes.clear()  # before there are the next ones
+def room_for(layout, piece) -> dict:
+    """Return path -> value in the state of a piece, tensors uninitialized, as `prepared` wants them."""
+    room = {path: told.value for path, (_, told) in layout.common.items()}
+    for path, told in [*layout.cut.items(), *((path, told) for path, (_, told) in layout.common.items() if told.spec)]:
+        shape = (*told.lead, *piece.main.shape) if path in layout.cut else told.spec.shape
+        tensor = torch.empty(shape, dtype=told.spec.dtype, device=piece.main.device)
+        room[path] = tensor if path == "step" else placed(tensor, piece.main)
+    return room
 
 
-def room_for(layouts, pieces, params):
-    """-> index -> state of each piece; key -> its tensor there, uninitialized, as `prepared` wants it."""
-    states, rooms, largest = {}, {}, {}  # largest: device -> bytes of the largest state of a whole parameter there
+def refuse_too_large(layouts, params):
+    """Raise an error if there is no memory for the largest state of a whole parameter."""
+    largest = {}  # device -> bytes
     for index, layout in layouts.items():
-        of_all = [math.prod(kept.lead) * kept.owners[-1][2] * kept.dtype.itemsize for kept in layout.tensors.values()]
-        device = params[index].device
-        largest[device] = max(largest.get(device, 0), sum(of_all))
-        if index in pieces:
-            main = pieces[index].main
-            for key, kept in layout.tensors.items():
-                room = torch.empty(kept.shape(main.shape), dtype=kept.dtype, device=main.device)
-                rooms[key] = room if key == f"{key_of(index)}step" else placed(room, main)
-            states[index] = unpack(layout.tree, lambda _, key: rooms[key])
+        n_bytes = sum(math.prod(told.lead) * params[index].numel() * told.spec.dtype.itemsize
+                      for told in layout.cut.values())
+        largest[params[index].device] = max(largest.get(params[index].device, 0), n_bytes)
     for device, n_bytes in largest.items():
-        torch.empty(n_bytes, dtype=torch.uint8, device=device)  # there is memory for a whole parameter too
-    return states, rooms
+        torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
-def on_cpu(whole, kept, param):
-    """-> it in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
-    whole = whole.cpu().view(kept.shape(local(param).shape))
-    if not kept.is_cut or not is_meshed(param):
+def wholes(layout, values, piece, param, group, dst=None):
+    """Return an iterator over (path, value) of a parameter's state on rank `dst`, None: on all. Collective.
+
+    A tensor that is cut has the elements of the whole parameter, or of a DTensor's local part: (*lead, elements).
+    `values`: path -> what this rank has for its `piece`.
+    """
+    rank, _ = rank_and_size(group)
+    is_receiver, device, own_offsets = dst in (None, rank), param.device, offsets_of(param)
+
+    def room(*shape):
+        return torch.empty(*told.lead, *shape, dtype=told.spec.dtype, device=device) if is_receiver else None
+
+    for path, told in layout.cut.items():
+        whole = room(local(param).numel())
+        for owner, offsets, start, stop in layout.parts:
+            place = whole[..., start:stop] if is_receiver and offsets == own_offsets else None
+            part = place if place is not None and place.is_contiguous() else room(stop - start)
+            if owner == rank:
+                own = part_of_state(local(values[path]), told.lead, piece, start, stop).to(device).contiguous()
+                part = own if place is None else part.copy_(own)
+            send(part, owner, dst, group)
+            if place is not None and part is not place:
+                place.copy_(part)
+        if is_receiver:
+            yield path, whole
+        del whole, place, part  # before there is the next one
+    for path, (owner, told) in layout.common.items():
+        value = told.value
+        if told.spec:
+            value = torch.empty(told.spec.shape, dtype=told.spec.dtype, device=device) if is_receiver else None
+            if owner == rank:
+                value = local(values[path]).to(device).contiguous()
+            send(value, owner, dst, group)
+        if is_receiver:
+            yield path, value
+
+
+def part_of_state(value, lead, piece, start, stop):
+    """Return (*lead, stop - start): flat elements `start` to `stop`, of a tensor that has those of `piece`."""
+    flat = value if value.dim() == len(lead) + 1 else value.reshape(*lead, -1)
+    return flat if (start, stop) == piece[1:3] else flat[..., start - piece.start : stop - piece.start]
+
+
+def send(tensor, owner, dst, group):
+    """Send the tensor of rank `owner` to rank `dst`, None: to all. Collective."""
+    rank, world_size = rank_and_size(group)
+    if dst is None and world_size > 1:
+        dist.broadcast(tensor, group=group, group_src=owner)
+    elif owner != dst is not None and rank == owner:
+        dist.send(tensor, group=group, group_dst=dst, tag=TAG)
+    elif owner != dst is not None and rank == dst:
+        dist.recv(tensor, group=group, group_src=owner, tag=TAG)
+
+
+def on_cpu(whole, param, is_cut):
+    """Return a value on the CPU, in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
+    if not isinstance(whole, torch.Tensor):
+        return whole
+    whole = whole.cpu().clone() if whole.dim() == 0 else whole.cpu()
+    if not is_cut:
+        return whole
+    whole = whole.view((*whole.shape[:-1], *local(param).shape))
+    if not isinstance(param, DTensor):
         return whole
     layout = {"shape": param.shape, "stride": param.stride()}
-    return type(param).from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
+    return DTensor.from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
+
+
+def whole_piece(param) -> Piece:
+    return Piece(param, 0, local(param).numel(), local(param))
+
+
+def part_of(param):
+    """Return where the local part of a DTensor begins, and its shape."""
+    return offsets_of(param), tuple(local(param).shape)
 
 
 def plan_of(optimizer, state_dict):
-    """-> (groups, index -> Layout), key -> tensor. Raises ValueError: they aren't this optimizer's."""
+    """Return (groups, index -> Layout), index -> path -> value. Raises ValueError: they aren't this optimizer's."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
     params, states, groups = all_params(optimizer), state_dict["state"], state_dict["param_groups"]
@@ -208,28 +271,30 @@ def plan_of(optimizer, state_dict):
         raise ValueError(f"this state_dict has groups of {theirs} parameters, this optimizer has {ours}")
     if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    schemas, layouts, tensors = schemas_of(optimizer, groups), {}, {}
+    schemas, layouts, values = schemas_of(optimizer, groups), {}, {}
     check_states(schemas, [f"parameter {index}" for index in range(len(params))], states,
                  {index: param.shape for index, param in enumerate(params)})
     for index, state in sorted(states.items()):
-        part, its = describe(state, whole_piece(params[index]), key_of(index))
-        refuse_other_parts(state, params[index], f"parameter {index}")
-        layouts[index] = layout_of([(0, *part)], fixed_paths(schemas[index]), key_of(index))
-        tensors.update(its)
-    return (groups, layouts), tensors
+        piece, name, values[index] = whole_piece(params[index]), f"parameter {index}", flat(state)
+        refuse_other_parts(values[index], params[index], name)
+        told = {path: told_of(value, piece) for path, value in values[index].items()}
+        where = offsets_of(params[index]), piece.start, piece.stop
+        layouts[index] = layout_of(name, {where: (0, tree_of(state), told)}, paths_of_common(schemas[index]))
+    return (groups, layouts), values
 
 
-def refuse_other_parts(state, param, name):
+def refuse_other_parts(values, param, name):
     """Raise ValueError unless DTensors in a state are of the same parts as `param`."""
-    for path, value in pack_apart(state)[1].items():
-        lead, its_lead = lead_of(value.shape, param.shape), lead_of(local(value).shape, local(param).shape)
-        if lead != its_lead or lead and is_meshed(param):
-            raise ValueError(f"{path} of {name} is a {type(value).__name__} in this state_dict, the parameter is a "
-                             f"{type(param).__name__}, with another part on this rank")
+    for path, value in values.items():
+        if isinstance(value, torch.Tensor):
+            lead, own_lead = lead_of(value.shape, param.shape), lead_of(local(value).shape, local(param).shape)
+            if lead != own_lead or lead and isinstance(param, DTensor):
+                raise ValueError(f"{path} of {name} is a {type(value).__name__} in this state_dict, the parameter "
+                                 f"is a {type(param).__name__}, with another part on this rank")
 
 
 def agreed_sources(optimizer, process_group):
-    """-> boxes of a rank's parts -> who sends these; the parameter groups. Raises on every rank if it can't move."""
+    """Return parts of a rank -> who sends these; the parameter groups. Raises on every rank if it can't move."""
     error, to = None, []
     try:
         others = None, dist.GroupMember.NON_GROUP_MEMBER
@@ -240,8 +305,8 @@ def agreed_sources(optimizer, process_group):
             to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
         error = refusal
-    parts = tuple(box_of(param)[:2] for param in all_params(optimizer))
-    everyone = all_gather((packed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error), None)
+    parts = tuple(part_of(param) for param in all_params(optimizer))
+    everyone = all_gather((indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error), None)
     all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*everyone)
     if any(errors):
         raise error or next(filter(None, errors))

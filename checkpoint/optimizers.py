@@ -9,15 +9,19 @@ import numbers
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
-from .boxes import box_of, is_meshed, local
+from guard.schema import Schema, Spec, lead_of, leaves, schema_of
+
 from .errors import UnfitModel
-from .ranks import all_gather, group_among, rank_and_size
+from .ranks import Saver, saver_of
 
 # Hyperparameters about how this process computes, and not about the model, so they are saved but not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
+RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
+TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
+MOST_TRIED = 1000
 
 
 class Piece(NamedTuple):
@@ -27,16 +31,15 @@ class Piece(NamedTuple):
     start: int
     stop: int
     main: torch.Tensor  # what the inner optimizer has for it
-    base: int = 0  # elements of the whole before the local part, see boxes.py; 0 where the whole doesn't matter
-
-    @property
-    def in_whole(self):
-        return self.base + self.start, self.base + self.stop
 
     @property
     def has_main_param(self):
-        """Whether `main` is a parameter of its own, in fp32, and not memory of `param`."""
+        """Tell whether `main` is a parameter of its own, in fp32, and not memory of `param`."""
         return self.main.dtype != self.param.dtype
+
+
+class OfAll(Schema):
+    """The schema of one state for all parameters, as LBFGS has: its vectors have as many elements as all of them."""
 
 
 def all_params(optimizer) -> list[torch.Tensor]:
@@ -44,7 +47,7 @@ def all_params(optimizer) -> list[torch.Tensor]:
 
 
 def itself(optimizer):
-    """-> the stage's optimizer in a wrapper, such as accelerate's, Lightning's or Fabric's; else `optimizer`."""
+    """Return the stage's optimizer in a wrapper, such as accelerate's, Lightning's or Fabric's; else `optimizer`."""
     wrapped = getattr(optimizer, "optimizer", None)
     return itself(wrapped) if hasattr(wrapped, "pieces") else optimizer
 
@@ -54,112 +57,111 @@ def inner_of(optimizer):
 
 
 def group_of(optimizer):
-    """-> the process group whose ranks share the work; None: all ranks. Plain optimizers have None."""
+    """Return the process group whose ranks share the work; None: all ranks. Plain optimizers have None."""
     return getattr(optimizer, "process_group", None)
 
 
-def ranks_of(optimizer):
-    """-> the process group that shares the model; with DTensors, all ranks of their meshes. Collective over these."""
-    group = group_of(optimizer)
-    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if is_meshed(param))
-    if not meshes or rank_and_size(group)[0] < 0:
-        return group
-    ranks = {*dist.get_process_group_ranks(group or dist.group.WORLD)}
-    for along in dict.fromkeys(one for mesh in meshes for one in mesh.get_all_groups()):
-        ranks = ranks.union(*all_gather(ranks, along))
-    return None if len(ranks) == dist.get_world_size() else group_among(sorted(ranks))
+def saver_for(optimizer) -> Saver:
+    """Return the Saver of the ranks that share the model: with DTensors, all ranks of their meshes. Collective."""
+    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if isinstance(param, DTensor))
+    return saver_of(group_of(optimizer), meshes)
 
 
-def pieces_of(optimizer, in_whole=False) -> dict[int, Piece]:
-    """-> index -> Piece, without empty ones, `in_whole`: each with its base. All are whole with a plain optimizer."""
+def local(tensor):
+    """Return the part of a DTensor that is on this rank; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def offsets_of(tensor, name="a tensor") -> tuple:
+    """Return where the local part of a DTensor begins in each dimension. Raises UnfitModel: it isn't one box."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise UnfitModel(f"{name} is a DTensor with placement {placement}: only Shard and Replicate are kept")
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets)
+
+
+def pieces_of(optimizer) -> dict[int, Piece]:
+    """Return index -> Piece, without empty ones. All are whole with a plain optimizer."""
     params = all_params(optimizer)
     if hasattr(optimizer, "pieces"):
-        pieces = [Piece(*one) for one in optimizer.pieces()]
-    elif any(map(is_meshed, params)):
+        pieces = [Piece(*piece) for piece in optimizer.pieces()]
+    elif any(isinstance(param, DTensor) for param in params):
         raise UnfitModel("parameters are DTensors: torch.distributed.checkpoint.state_dict has their optimizer's state")
     else:
-        pieces = map(whole_piece, params)
+        pieces = [Piece(param, 0, param.numel(), param) for param in params]
     index_of = {id(param): index for index, param in enumerate(params)}
-    return {index_of[id(one.param)]: one._replace(base=box_of(one.param).base if in_whole else 0)
-            for one in pieces if one.start < one.stop}
-
-
-def whole_piece(param) -> Piece:
-    return Piece(param, 0, local(param).numel(), local(param))
+    return {index_of[id(piece.param)]: piece for piece in pieces if piece.start < piece.stop}
 
 
 def steps_ranges(optimizer) -> bool:
-    """Whether a rank may update a range of a parameter, as in stages 3 and 4, and not only whole parameters."""
-    return any(hasattr(one, "move_to") for one in getattr(optimizer, "optimizers", [optimizer]))
+    """Tell whether a rank may update a range of a parameter, as in stages 3 and 4, and not only whole parameters."""
+    return any(hasattr(member, "move_to") for member in members_of(optimizer))
+
+
+def members_of(optimizer) -> list:
+    """Return the optimizers of guard.chained.Chained; of any other optimizer, itself."""
+    return getattr(optimizer, "optimizers", [optimizer])
 
 
 def hyperparameters(group) -> dict:
-    """-> the hyperparameters of a group that are loaded from a checkpoint."""
+    """Return the hyperparameters of a group that are loaded from a checkpoint."""
     return {key: value for key, value in group.items() if key not in {"params", "param_names", *HOW_IT_COMPUTES}}
 
 
-def packed_groups(optimizer) -> list[dict]:
-    """-> the groups as in a plain torch optimizer's state_dict, with indices of parameters."""
+def indexed_groups(optimizer) -> list[dict]:
+    """Return the groups as in a plain torch optimizer's state_dict, with indices of parameters."""
     indices = itertools.count()
-    # A schedule's NumPy numbers become Python's, because torch.load(weights_only=True) refuses them.
-    return [{**{key: value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
-                for key, value in group.items()},
+    return [{**{key: as_python(value) for key, value in group.items()},
              "params": [next(indices) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
-def prepared(optimizer, states, groups):
-    """Do everything that can fail in loading `states`, index -> name -> value, and hyperparameters. -> for `install`:
-    [(main parameter, its value), …]; main parameter -> its state, on the right device; the groups."""
-    mains, ours = [], {}
-    for index, piece in pieces_of(optimizer).items():
-        state = dict(states.get(index, {}))
-        main_param = state.pop("main_param", None)
-        if piece.has_main_param:
-            own = local(piece.param).reshape(-1)[piece.start : piece.stop]
-            mains.append((piece.main, own if main_param is None else main_param))
-        ours[piece.main] = {key: value if key == "step" else placed(value, piece.main)
-                            for key, value in state.items()}
-    taken = [hyperparameters(saved) for saved in groups]
-    for group, its in zip(optimizer.param_groups, taken):
-        for key in its.keys() & group.keys():
-            if isinstance(its[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
-                its[key] = its[key].to(group[key].device)
-    return mains, ours, taken
+def as_python(value):
+    """Return a number of NumPy's, as a schedule may leave, as Python's: torch.load(weights_only=True) refuses those."""
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
 
 
-def install(optimizer, ready):
-    """Replace the inner optimizer's state, and all hyperparameters."""
-    inner, (mains, ours, groups) = inner_of(optimizer), ready
-    for main, value in mains:
-        main.copy_(value)
-    for group, taken in zip(optimizer.param_groups, groups):
-        group.update(taken)
-    if inner is not optimizer:
-        optimizer.pass_on_hyperparameters()
-    of_torch = {place: {key: value for key, value in ours[main].items() if is_for_torch(key, value)}
-                for place, main in enumerate(all_params(inner)) if ours.get(main)}
-    inner.load_state_dict({"state": of_torch, "param_groups": inner.state_dict()["param_groups"]})
-    for main, state in ours.items():
-        for key, value in state.items():
-            if not is_for_torch(key, value):
-                inner.state[main][key] = value
+# ------------------------------------------------------------------------------------------ what a state consists of
 
 
-def is_for_torch(key, value):
-    """Whether load_state_dict keeps the value; it converts integer tensors to floats, and changes texts and deques."""
-    is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or key == "step")
-    return is_float or value is None or isinstance(value, numbers.Number)
+def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
+    """Return what is kept of each parameter. None: nobody knows. Raises ValueError: no step works with what was saved.
+    """
+    check_hyperparameters(optimizer, saved_groups or ())
+    schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
+    for owner, group in [(member, group) for member in members_of(optimizer) for group in member.param_groups]:
+        make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
+        if isinstance(owner, torch.optim.LBFGS):  # it can't be tried with one parameter: the first one's is of all
+            of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in group["params"]),))
+            schemas += [of_all, *(Schema({}, False, tuple(param.shape)) for param in group["params"][1:])]
+            continue
+        options = hyperparameters(group), hyperparameters(saved)
+        kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
+        for param in group["params"]:
+            shape, dtype = local(param).shape, param.dtype
+            if steps_ranges(owner):  # each element by itself
+                shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
+            key = kind, shape, dtype, param.device
+            if key not in TRIED:
+                if len(TRIED) > MOST_TRIED:  # a schedule changes what stands in groups at each save
+                    TRIED.clear()
+                TRIED[key] = schema_of(make, *options, shape, dtype, param.device)
+            schemas.append(TRIED[key])
+    return schemas
 
 
-def placed(value, main):
-    """-> `value` with tensors on the device of `main`, in its strides, floats in its dtype; itself if they are so."""
-    def place(tensor):
-        dtype = main.dtype if tensor.is_floating_point() else tensor.dtype
-        if tensor.shape == main.shape and tensor.stride() != torch.empty_like(main, device="meta").stride():
-            return torch.empty_like(main, dtype=dtype).copy_(tensor)
-        return tensor.to(main.device, dtype)
+def with_sign_of_lr(options):
+    """Return hyperparameters without a float as learning rate: it makes no other state, unless it is negative, say."""
+    return {key: value > 0 if key in ("lr", "initial_lr") and type(value) is float else value
+            for key, value in options.items()}
 
-    return tree_map_only(torch.Tensor, place, value)
+
+def paths_of_common(schema) -> set[str]:
+    """Return the paths of tensors in a state that have not the parameter's shape."""
+    return {".".join(map(str, path)) for path, value in leaves(schema.entries if schema else {})
+            if isinstance(value, Spec) and lead_of(value.shape, schema.shape) is None}
 
 
 def check_hyperparameters(optimizer, groups):
@@ -171,7 +173,7 @@ def check_hyperparameters(optimizer, groups):
 
 
 def are_alike(ours, theirs):
-    """None is like everything, because it means that nobody has chosen a value."""
+    """Tell whether a value may take the place of another. None is like everything: nobody has chosen a value."""
     if ours is None or theirs is None:
         return True
     if isinstance(ours, (list, tuple)):
@@ -184,8 +186,73 @@ def are_alike(ours, theirs):
 
 
 def is_number(value):
-    """A finite one, which may be a tensor of one element."""
+    """Tell whether `value` is a finite number, or a tensor of one element that is."""
     try:
         return (not isinstance(value, torch.Tensor) or value.numel() == 1) and math.isfinite(value)
     except (OverflowError, TypeError):  # of too many digits, or complex
         return False
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+class Ready(NamedTuple):
+    """Everything that `install` puts into an optimizer."""
+
+    main_params: list  # (main parameter, its new value)
+    states: dict  # main parameter -> its state, on the right device
+    groups: list[dict]  # new hyperparameters of each group
+
+
+def prepared(optimizer, states, groups) -> Ready:
+    """Do everything that can fail in loading `states`, index -> name -> value, and the hyperparameters of `groups`."""
+    ready = Ready([], {}, [hyperparameters(saved) for saved in groups])
+    for index, piece in pieces_of(optimizer).items():
+        state = dict(states.get(index, {}))
+        main_param = state.pop("main_param", None)
+        if piece.has_main_param:
+            own = local(piece.param).reshape(-1)[piece.start : piece.stop]
+            ready.main_params.append((piece.main, own if main_param is None else main_param))
+        ready.states[piece.main] = {key: value if key == "step" else placed(value, piece.main)
+                                    for key, value in state.items()}
+    for group, taken in zip(optimizer.param_groups, ready.groups):
+        for key in taken.keys() & group.keys():
+            if isinstance(taken[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
+                taken[key] = taken[key].to(group[key].device)
+    return ready
+
+
+def install(optimizer, ready):
+    """Replace the inner optimizer's state, and all hyperparameters."""
+    inner = inner_of(optimizer)
+    for main, value in ready.main_params:
+        main.copy_(value)
+    for group, taken in zip(optimizer.param_groups, ready.groups):
+        group.update(taken)
+    if inner is not optimizer:
+        optimizer.pass_on_hyperparameters()
+    of_torch = {place: {key: value for key, value in ready.states[main].items() if is_for_torch(key, value)}
+                for place, main in enumerate(all_params(inner)) if ready.states.get(main)}
+    inner.load_state_dict({"state": of_torch, "param_groups": inner.state_dict()["param_groups"]})
+    for main, state in ready.states.items():
+        for key, value in state.items():
+            if not is_for_torch(key, value):
+                inner.state[main][key] = value
+
+
+def is_for_torch(key, value):
+    """Tell whether load_state_dict keeps the value: it makes integer tensors floats, and changes texts and deques."""
+    is_float = isinstance(value, torch.Tensor) and (value.is_floating_point() or key == "step")
+    return is_float or value is None or isinstance(value, numbers.Number)
+
+
+def placed(value, main):
+    """Return `value` with tensors on the device of `main`, in its strides, floats in its dtype; itself if they are so.
+    """
+    def place(tensor):
+        dtype = main.dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.shape == main.shape and tensor.stride() != torch.empty_like(main, device="meta").stride():
+            return torch.empty_like(main, dtype=dtype).copy_(tensor)
+        return tensor.to(main.device, dtype)
+
+    return tree_map_only(torch.Tensor, place, value)

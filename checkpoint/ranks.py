@@ -1,132 +1,167 @@
-"""Communication between the ranks of a process group that ends in one error on all ranks, and not in a hang."""
+"""Communication between ranks that ends in one error on all of them, and not in a hang.
 
+Ranks that save and load together have a gloo group for this alone. Its time-out is long, so that a slow disk doesn't
+end training.
+"""
+
+import atexit
 import contextlib
-import hashlib
-import itertools
-import threading
-import time
+import secrets
+import sys
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .errors import CheckpointError
 
-BEAT_S = 1.0
-LONGEST = 500  # letters of a line
-SILENT_S = 30  # a working rank that is silent for this long is considered dead
-MEETINGS = weakref.WeakKeyDictionary()  # process group -> how often its ranks have waited for each other
-GROUPS = weakref.WeakKeyDictionary()  # the group of all ranks -> see `group_among`
+TIMEOUT = timedelta(minutes=30)  # for which ranks wait for another one that writes or reads
+LONGEST_LINE = 500  # letters
+SAVERS = weakref.WeakKeyDictionary()  # the group of all ranks -> ranks of some groups -> their Saver
 
 
 def rank_and_size(group) -> tuple[int, int]:
-    """Without a process group a program is rank 0 of 1."""
+    """Return this process's rank and the number of ranks; without a process group a program is rank 0 of 1."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
-def rank_in(group) -> tuple[int, int]:
-    rank, world_size = rank_and_size(group)
+def rank_in(group) -> int:
+    """Return this process's rank. Raises CheckpointError if it is in no group, as after `reshard` to other ranks."""
+    rank, _ = rank_and_size(group)
     if rank < 0:
         raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
-    return rank, world_size
+    return rank
 
 
-def all_gather(what, group) -> list:
-    """-> `what` of each rank, in rank order. Collective; an object that pickle can send."""
-    everyone = [what]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, what, group=group)
+def all_gather(value, group) -> list:
+    """Return the `value` of each rank, in rank order; an object that pickle can send. Collective."""
+    if group is None and not dist.is_initialized():
+        return [value]
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
-def group_among(ranks, **options):
-    """-> a process group of some `ranks`, which are the ones that call this: the same again, as torch never frees it.
-    torch would name it after the number of groups that a rank is in too, which may differ between ranks."""
-    groups, key = GROUPS.setdefault(dist.group.WORLD, {}), (tuple(ranks), *options.values())
-    if key not in groups:
-        said = f"{__name__} {ranks} {sum(key[0] == its[0] for its in groups)}"  # a taken copy has names of its own
-        name = hashlib.sha1(said.encode(), usedforsecurity=False).hexdigest()  # short: it is part of a store's keys
-        with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name, create=True):
-            groups[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
-    return groups[key]
+class Saving(Future):
+    """The Future of an asynchronous save, which knows whether somebody has asked it how the save went."""
+
+    is_told = False
+
+    def result(self, timeout=None):
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_told = self.done()
+
+    def untold_line(self) -> str:
+        """Wait for the save. Return the line of its error if nobody has had it, else an empty text."""
+        error = self.exception()
+        line = first_line(error) if error and not self.is_told else ""
+        self.is_told = True
+        return line
+
+
+class Saver:
+    """What the ranks that save and load together share.
+
+    Attributes:
+        group: their gloo group; None without process groups.
+        thread: writes one asynchronous save after the other.
+        last: the Saving of the last asynchronous save.
+    """
+
+    def __init__(self, group):
+        self.group = group
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.last = Saving()
+        self.last.set_result(None)
+
+    def finish_last(self):
+        """Wait for the last asynchronous save. Raise its error on every rank unless somebody has had it. Collective."""
+        for line in filter(None, all_gather(self.last.untold_line(), self.group)):
+            raise CheckpointError(line)
+
+
+def saver_of(group, meshes=()) -> Saver:
+    """Return the Saver of the ranks of `group`, and of the device meshes that its ranks are in. Collective.
+
+    The first message is in `group`: a rank that doesn't come is an error after the time-out of the user's own group.
+    """
+    if not dist.is_initialized():
+        return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None))
+    rank_in(group)
+    groups = dict.fromkeys([group or dist.group.WORLD, *(along for mesh in meshes for along in mesh.get_all_groups())])
+    savers = SAVERS.setdefault(dist.group.WORLD, {})
+    key = tuple(tuple(dist.get_process_group_ranks(along)) for along in groups)
+    tokens = {dist.get_rank(): secrets.token_hex(8)}
+    for along in list(groups)[: 1 if key in savers else None]:
+        for theirs in all_gather(tokens, along):
+            tokens = tokens | theirs
+    if key not in savers:
+        savers[key] = Saver(new_group(sorted(tokens), tokens[min(tokens)]))
+    return savers[key]
+
+
+def new_group(ranks, name):
+    """Return a gloo group of some `ranks`, which are those that call this, under a `name` that no group ever had.
+
+    torch would name it after the number of groups that a rank is in. That may differ between the ranks; and where
+    torchrun has started them again, its store still has the addresses of the dead group of that name.
+    """
+    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        return dist.new_group(ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 
 @contextlib.contextmanager
-def at_own_pace(what, group):
-    """For work that takes some ranks longer, such as reading a large file. Ranks wait for each other after. Collective.
-    No collective is waiting meanwhile, so none can time out: a rank that works writes to the group's store each second.
-    Raises dist.DistError if it is silent for SILENT_S, or doesn't arrive within the timeout of a collective."""
-    rank, world_size = rank_and_size(group)
-    if world_size == 1:
-        yield
-        return
-    group = group or dist.group.WORLD
-    number = MEETINGS[group] = MEETINGS.get(group, 0) + 1
-    store = dist.PrefixStore("checkpoint", dist.distributed_c10d._get_process_group_store(group))
-    is_done = threading.Event()
+def errors_on_all(what, group, refined=lambda error: error):
+    """Turn any error inside, on any rank, into a CheckpointError on all; one that is one keeps its class. Collective.
 
-    def say(word):
-        with contextlib.suppress(dist.DistError):  # the launcher is gone: collectives can still tell who is there
-            store.set(str(rank), f"{number} {word}")
-
-    def beat():
-        beats = itertools.count()
-        while not is_done.wait(BEAT_S):
-            say(f"works {next(beats)}")  # a new value is the sign of life
-
-    say("works")
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+    An interrupt by Ctrl-C stays what it is on its rank. The message names the rank unless all have the same error.
+    `refined(error)` may return an error of another class.
+    """
+    caught = report = None
     try:
         yield
-    finally:
-        is_done.set()
-        thread.join()
-        say("waits")
-    timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
-    late, pause = {str(rank): ("", time.monotonic()) for rank in range(world_size)}, 0.001
-    while late:
-        for rank, (heard, when) in list(late.items()):
-            try:
-                said = store.get(rank).decode() if store.check([rank]) else ""
-            except dist.DistError:
-                return
-            is_at_work = said.startswith(f"{number} works")
-            limit = min(timeout, SILENT_S) if is_at_work else timeout
-            if said != heard:
-                late[rank] = said, time.monotonic()
-            elif time.monotonic() - when > limit:
-                raise dist.DistError(f"{what}: rank {rank} is missing: nothing was heard of it for {limit:.0f} s")
-            if said and int(said.split()[0]) >= number and not is_at_work:
-                del late[rank]
-        time.sleep(pause)
-        pause = min(1.2 * pause, 0.1)  # a sixth of what has been waited
-
-
-@contextlib.contextmanager
-def errors_on_all(what, group, is_named=True):
-    """Turn any error inside, on any rank, into a CheckpointError on all; one that is one keeps its class. Collective.
-    Ctrl-C stays what it is on its rank. `is_named`: the message names the rank, unless all have the same error."""
-    caught = mine = None
-    with at_own_pace(what, group):
-        try:
-            yield
-        except BaseException as error:  # whatever an optimizer says of its hyperparameters, say, or too little memory
-            caught = error
-            mine = type(error) if isinstance(error, CheckpointError) else CheckpointError, first_line(error)
-    errors = all_gather(mine, group)
+    except BaseException as error:  # CheckpointException isn't an Exception
+        caught = refined(own_error(error, group, refined))
+        report = type(caught) if isinstance(caught, CheckpointError) else CheckpointError, first_line(caught)
+    reports = all_gather(report, group)
     if caught and not isinstance(caught, Exception):
         raise caught from None
-    for rank, theirs in enumerate(errors):
+    for rank, theirs in enumerate(reports):
         if theirs:
             kind, line = theirs
-            raise kind(f"{what}: " + (f"rank {rank}: {line}" if is_named and len(set(errors)) > 1 else line))
+            raise kind(f"{what}: " + (f"rank {rank}: {line}" if len(set(reports)) > 1 else line)) from None
+
+
+def own_error(error, group, refined):
+    """Return the error of this rank, or of the first rank that failed, if torch.distributed.checkpoint reports it."""
+    if not isinstance(error, CheckpointException):
+        return error
+    rank, world_size = rank_and_size(group)
+    failures = {number: failure for number, (failure, _) in error.failures.items()}
+    if isinstance(failures.get(rank), (KeyboardInterrupt, SystemExit)):
+        return failures[rank]
+    first = min(failures)
+    failure = refined(failures[first])
+    kind = type(failure) if isinstance(failure, CheckpointError) else CheckpointError
+    return kind(f"rank {first}: {first_line(failure)}" if world_size > 1 else first_line(failure))
 
 
 def first_line(error) -> str:
-    """-> the first line of a message, safe for a terminal: names from a file may contain control characters."""
+    """Return the first line of a message, safe for a terminal: names from a file may contain control characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     line = (text.strip().splitlines() or [type(error).__name__])[0]
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[: 2 * LONGEST])
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[: 2 * LONGEST_LINE])
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} …"
+
+
+@atexit.register
+def tell_at_the_end():
+    """Print the errors of asynchronous saves that nobody has asked about."""
+    for saver in [saver for savers in SAVERS.values() for saver in savers.values()]:
+        if saver.last.done() and (line := saver.last.untold_line()):
+            print(f"error: {line}", file=sys.stderr)

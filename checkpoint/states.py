@@ -5,72 +5,100 @@ its last dimensions are those of the rank's piece; what is before them, as in a 
 is common: the same on all ranks that step a part of the parameter. What is neither is refused on all of them.
 """
 
+import collections
 import math
 import zlib
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
-from guard.schema import COMPUTABLE, Schema, Spec, check_state, described, lead_of, leaves, schema_of
+from guard.schema import COMPUTABLE, LISTS, Spec, check_state, described, lead_of
 
-from .boxes import local
-from .json_values import SMALL, NotPackable, bytes_of, pack_apart, pack_data, path_of
-from .optimizers import all_params, check_hyperparameters, hyperparameters, inner_of, steps_ranges
+from .optimizers import (
+    OfAll,
+    all_params,
+    as_python,
+    inner_of,
+    local,
+    offsets_of,
+    paths_of_common,
+    schemas_of,
+    steps_ranges,
+)
 from .ranks import all_gather, errors_on_all
 
-STATE = "optimizer.state."
-TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
-MOST_TRIED = 1000
-RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
+LARGEST_COMMON = 16  # elements of a tensor that may be common although its shape is that of a piece
 
 
-class OfAll(Schema):
-    """Of one state for all parameters: its vectors have as many elements as all of them, which is the `shape`."""
+class Part(NamedTuple):
+    """Flat elements `start` to `stop` of the box of a parameter that begins at `offsets`, which a rank updates."""
+
+    rank: int
+    offsets: tuple
+    start: int
+    stop: int
 
 
 class Told(NamedTuple):
-    """What one rank tells the others of a tensor."""
+    """What a rank tells the others of one value in a state."""
 
-    shape: tuple
-    dtype: torch.dtype
-    lead: tuple | None  # the dimensions before those of the piece; None: it has not the piece's shape
-    content: object  # the data of a small one, packed; a checksum of a larger one that isn't cut
-
-
-class Kept(NamedTuple):
-    """A tensor of all ranks, as (*lead, elements). One that isn't cut is a single element with its shape as `lead`."""
-
-    lead: tuple
-    dtype: torch.dtype
-    is_cut: bool
-    owners: list[tuple[int, int, int]]  # (rank, start, stop), which are all of its elements
-
-    def shape(self, of_a_part):
-        return (*self.lead, *of_a_part) if self.is_cut else self.lead
-
-    def part(self, tensor, piece, start, stop):
-        """-> (*lead, stop - start): elements start to stop, from a tensor that has those of `piece`."""
-        first, last = piece.in_whole if self.is_cut else (0, 1)
-        flat = tensor if tensor.dim() == len(self.lead) + 1 else tensor.reshape(*self.lead, last - first)
-        return flat if (start, stop) == (first, last) else flat[..., start - first : stop - first]
+    lead: tuple | None  # of a tensor: the dimensions before those of the piece; None: it has not the piece's shape
+    spec: Spec | None  # of a tensor
+    checksum: int | None  # of a tensor that may be the same on all ranks
+    value: object  # of anything else
 
 
 class Layout(NamedTuple):
-    """A state, or a tensor of the model, agreed on by all ranks."""
+    """The state of a parameter, agreed on by all ranks."""
 
-    tree: object  # packed, as it stands in the manifest: {"piece": key} for what is cut, {"tensor": key} for what isn't
-    tensors: dict[str, Kept]  # by key
+    tree: object  # see `tree_of`
+    cut: dict[str, Told]  # path of a tensor that is cut -> what the first rank tells of its part
+    common: dict[str, tuple[int, Told]]  # path of any other value -> the first rank that has it, and what it tells
+    parts: list[Part]  # all elements of the parameter, each once
 
 
-def state_key(name):
-    """What the keys of tensors in the state of a parameter begin with."""
-    return f"{STATE}{name}."
+def tree_of(state):
+    """Return `state` with None in place of each value. A deque becomes a tuple: "deque", its maxlen, its items."""
+    if isinstance(state, dict):
+        return {key: tree_of(item) for key, item in state.items()}
+    if type(state) is collections.deque:
+        return "deque", state.maxlen, *map(tree_of, state)
+    return type(state)(map(tree_of, state)) if type(state) in LISTS else None
+
+
+def filled(tree, values, path=()):
+    """Return the state of which `tree_of` has returned `tree`, with `values`, path -> value."""
+    if isinstance(tree, dict):
+        return {key: filled(item, values, (*path, key)) for key, item in tree.items()}
+    if type(tree) not in LISTS:
+        return values[path_of(path)]
+    is_deque = tree[:1] == ("deque",)
+    items = [filled(item, values, (*path, place)) for place, item in enumerate(tree[2:] if is_deque else tree)]
+    return collections.deque(items, tree[1]) if is_deque else type(tree)(items)
+
+
+def flat(state, path=()) -> dict[str, object]:
+    """Return path -> value of everything in `state`. Raises ValueError if two paths read alike, as {1: …, "1": …}."""
+    if not isinstance(state, dict) and type(state) not in LISTS:
+        return {path_of(path): state}
+    values = {}
+    for key, item in state.items() if isinstance(state, dict) else enumerate(state):
+        below = flat(item, (*path, key))
+        if below.keys() & values.keys():
+            raise ValueError(f"a state can't be kept: two of its keys read {min(below.keys() & values.keys())}")
+        values |= below
+    return values
+
+
+def path_of(path) -> str:
+    return ".".join(map(str, path))
 
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
-    """-> index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16 bits.
-    Without `all_main_params`, a parameter that was never stepped has none: torch would take it for a whole state."""
+    """Return index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16
+    bits. Without `all_main_params`, a parameter that was never stepped has none: torch would take it for a whole state.
+    """
+    refuse_unclaimed(optimizer)
     inner, states = inner_of(optimizer), {}
     schemas = schemas_of(optimizer) if any(piece.has_main_param for piece in pieces.values()) else None
     for index, piece in pieces.items():
@@ -96,125 +124,92 @@ def refuse_unclaimed(optimizer):
                          "parameter and would be lost: keep it elsewhere")
 
 
-def agree(optimizer, things, names, what, group):
-    """-> first part of keys -> Layout, the same on all ranks; key -> this rank's tensor. Collective.
-    `things`: first part of keys -> a state, see `state_key`, or a tensor; the piece that it is of. Raises RuntimeError,
-    such as CheckpointError, on every rank if a state can't be kept, or groups have different values."""
+def agree(optimizer, states, pieces, names, what, group) -> dict[str, Layout]:
+    """Return name -> Layout of each parameter that some rank has a piece of, the same on all ranks. Collective.
+
+    `states`, `pieces`, `names`: of this rank, by index. Raises RuntimeError, such as CheckpointError, on every rank if
+    a state can't be kept, or groups have different values.
+    """
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
-    told, tensors = {}, {}
+    told, common = {}, {}
     with errors_on_all(what, group):
-        refuse_unclaimed(optimizer)
-        for key, (value, piece) in things.items():
-            told[key], its = describe(value, piece, key)
-            tensors.update(its)
-        schemas = schemas_of(optimizer) if steps_ranges(optimizer) else []  # whole ones are of the whole's shape
-        fixed = {state_key(name): fixed_paths(schema) for name, schema in zip(names, schemas)}
-    everyone, layouts = all_gather(told, group), {}
+        for index, piece in pieces.items():
+            where = offsets_of(piece.param, names[index]), piece.start, piece.stop
+            values = flat(states[index])
+            refuse_unkept(values, names[index])
+            told[names[index]] = where, tree_of(states[index]), {path: told_of(value, piece)
+                                                                for path, value in values.items()}
+        if steps_ranges(optimizer):  # whole parameters are of the whole's shape
+            common = {names[index]: paths_of_common(schema) for index, schema in enumerate(schemas_of(optimizer))}
+    parts = {}  # name -> {(offsets, start, stop): (the first rank that has it, what it tells)}
+    for rank, theirs in enumerate(all_gather(told, group)):
+        for name, (where, *rest) in theirs.items():
+            parts.setdefault(name, {}).setdefault(where, (rank, *rest))
     with errors_on_all(what, group):
-        for key in dict.fromkeys(key for theirs in everyone for key in theirs):
-            parts = {}  # (start, stop) -> the first rank that has it: with a plain optimizer all have all of it
-            for rank, theirs in enumerate(everyone):
-                if key in theirs:
-                    parts.setdefault(theirs[key][:2], (rank, *theirs[key]))
-            if any(tree != {"dict": []} for *_, tree, _ in parts.values()):
-                layouts[key] = layout_of(list(parts.values()), fixed.get(key, ()), key)
-    return layouts, tensors
+        return {name: layout_of(name, theirs, common.get(name, ())) for name, theirs in parts.items()}
 
 
-def describe(value, piece, key) -> tuple[tuple, dict[str, torch.Tensor]]:
-    """-> (start, stop, packed, key -> Told) for the other ranks; key -> tensor. Raises ValueError: it can't be kept."""
-    try:
-        tree, tensors = pack_apart(value, key)
-    except NotPackable as refusal:
-        raise ValueError(f"{said(key)} has {refusal.path}, which can't be kept: {refusal}") from None
-    told, tensors = {}, {its: local(tensor) for its, tensor in tensors.items()}
-    for its, tensor in tensors.items():
-        lead, content = lead_of(tensor.shape, piece.main.shape), None
-        if tensor.numel() <= SMALL:
-            content = pack_data(None, tensor)
-        elif lead is None:
-            content = zlib.crc32(bytes_of(tensor.cpu().contiguous()))
-        told[its] = Told(tuple(tensor.shape), tensor.dtype, lead, content)
-    return (*piece.in_whole, tree, told), tensors
+def refuse_unkept(values, name):
+    """Raise ValueError if a state has what no file can hold."""
+    for path, value in values.items():
+        kind = type(value)
+        if not isinstance(as_python(value), (bool, int, float, complex, str, bytes, torch.Tensor, type(None))):
+            raise ValueError(f"the state of {name} has {path}, which can't be kept: it holds "
+                             f"{kind.__module__}.{kind.__qualname__}")
 
 
-def said(key):
-    return f"the state of {key[len(STATE) : -1]}"
+def told_of(value, piece) -> Told:
+    if not isinstance(value, torch.Tensor):
+        return Told(None, None, None, as_python(value))
+    value = local(value)
+    lead = lead_of(value.shape, piece.main.shape)
+    may_be_common = lead is None or value.numel() <= LARGEST_COMMON
+    return Told(lead, described(value), checksum_of(value) if may_be_common else None, None)
 
 
-def layout_of(parts, fixed, prefix) -> Layout:
-    """-> what `parts`, [(rank, start, stop, packed, key -> Told), …], are together. Raises ValueError: they don't fit.
-    `fixed`: paths of what is common, whatever its shape says."""
-    ranges, stands_for, kept = [part[:3] for part in parts], {}, {}
-    for key in dict.fromkeys(key for *_, told in parts for key in told):
-        have, path = [(rank, told[key]) for rank, *_, told in parts if key in told], key[len(prefix) :]
+def checksum_of(tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().clone().reshape(-1).view(torch.uint8).numpy())
+
+
+def layout_of(name, parts, common) -> Layout:
+    """Return what `parts` are together. Raises ValueError: they don't fit.
+
+    `common`: paths of what isn't cut, whatever its shape says.
+    """
+    layout = Layout(next((tree for _, tree, told in parts.values() if told), {}), {}, {}, parts_without_overlaps(parts))
+    for path in dict.fromkeys(path for *_, told in parts.values() for path in told):
+        have = [(rank, told[path]) for rank, _, told in parts.values() if path in told]
         (first_rank, first), *others = have
-        if first.lead is not None and all(its.lead == first.lead for _, its in others) and path not in fixed:
+        is_shaped = all(theirs.lead == first.lead is not None for _, theirs in have)
+        if is_shaped and path not in common:
             if len(have) < len(parts):
-                raise ValueError(f"{said(prefix)} has {path} for some of its elements only: some ranks have stepped it "
-                                 "and others not, or cleared it")
-            stands_for[key] = {"piece": key}
-            kept[key] = Kept(first.lead, first.dtype, True, owners_of(ranges) or ranges[:1])
+                raise ValueError(f"the state of {name} has {path} for some of its elements only: some ranks "
+                                 "have stepped it and others not, or cleared it")
+            layout.cut[path] = first
             continue
-        for rank, its in others:
-            if its[:2] != first[:2] or its.content != first.content and math.prod(first.shape) > 1:
-                raise ValueError(f"{path} in {said(prefix)} is another on rank {rank} than on rank {first_rank}, and "
-                                 "no tensor of the parameter's shape: it can't be put together")
-        if isinstance(first.content, dict):
-            stands_for[key] = first.content
-        else:
-            kept[key] = Kept(first.shape, first.dtype, False, [(first_rank, 0, 1)])
-    tree = next((tree for *_, tree, told in parts if told), parts[0][3])
-
-    def is_tensor(packed):
-        return isinstance(packed, dict) and packed.keys() == {"tensor"}
-
-    tree = tree_map(lambda packed: stands_for.get(packed["tensor"], packed) if is_tensor(packed) else packed, tree,
-                    is_leaf=is_tensor)
-    return Layout(tree, kept)
+        for rank, theirs in others:
+            is_number = first.spec is not None and math.prod(first.spec.shape) == 1
+            if theirs.spec != first.spec or theirs[2:] != first[2:] and not is_number:
+                raise ValueError(f"{path} in the state of {name} is another on rank {rank} than on rank "
+                                 f"{first_rank}, and no tensor of the parameter's shape: it can't be put together")
+        layout.common[path] = first_rank, first
+    return layout
 
 
-def owners_of(ranges) -> list[tuple[int, int, int]]:
-    """-> `ranges`, [(rank, start, stop), …], in order and without the overlaps that tensor-parallel ranks have."""
-    found, end = [], 0
-    for start, stop, rank in sorted((start, stop, rank) for rank, start, stop in ranges):
+def parts_without_overlaps(parts) -> list[Part]:
+    """Return `parts`, (offsets, start, stop) -> (rank, …), in order, and each element once.
+
+    Tensor-parallel ranks have other borders of the buckets, and so overlapping ranges of a parameter that isn't cut.
+    """
+    found, end = [], None
+    for (offsets, start, stop), (rank, *_) in sorted(parts.items(), key=lambda part: part[0]):
+        if not found or found[-1].offsets != offsets:
+            end = 0
         if stop > end:
-            found.append((rank, max(start, end), stop))
+            found.append(Part(rank, offsets, max(start, end), stop))
             end = stop
     return found
-
-
-def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
-    """What is kept of each parameter. None: nobody knows; ValueError: no step is possible with what was saved."""
-    check_hyperparameters(optimizer, saved_groups or ())
-    schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
-    all_of_them = getattr(optimizer, "optimizers", [optimizer])  # of guard.chained.Chained
-    for owner, group in [(one, group) for one in all_of_them for group in one.param_groups]:
-        make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
-        if isinstance(owner, torch.optim.LBFGS):  # it can't be tried with one parameter: the first one's is of all
-            of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in group["params"]),))
-            schemas += [of_all, *(Schema({}, False, tuple(param.shape)) for param in group["params"][1:])]
-            continue
-        options = hyperparameters(group), hyperparameters(saved)
-        kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
-        for param in group["params"]:
-            shape, dtype = local(param).shape, param.dtype
-            if steps_ranges(owner):  # each element by itself
-                shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
-            key = kind, shape, dtype, param.device
-            if key not in TRIED:
-                if len(TRIED) > MOST_TRIED:  # a schedule changes what stands in groups at each save
-                    TRIED.clear()
-                TRIED[key] = schema_of(make, *options, shape, dtype, param.device)
-            schemas.append(TRIED[key])
-    return schemas
-
-
-def with_sign_of_lr(options):
-    """A schedule's next value makes no other state; one that is negative, say, is refused."""
-    return {key: value > 0 if key in ("lr", "initial_lr") and type(value) is float else value
-            for key, value in options.items()}
 
 
 def check_states(schemas, names, states, shapes):
@@ -227,9 +222,3 @@ def check_states(schemas, names, states, shapes):
             if not is_tensor or main_param.shape != tuple(shape):
                 raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {shape}")
         check_state(schema, state, schema.shape if isinstance(schema, OfAll) else shape, name)
-
-
-def fixed_paths(schema) -> set[str]:
-    """Of tensors in a state that have not the parameter's shape."""
-    return {path_of(path) for path, value in leaves(schema.entries if schema else {})
-            if isinstance(value, Spec) and lead_of(value.shape, schema.shape) is None}

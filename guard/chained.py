@@ -35,7 +35,8 @@ class Together:
 class Chained(Together):
     """Several optimizers of this project, of any stage or variant, as one. Each needs a scheduler of its own.
 
-    `checkpoint.save`, `load` and the full state accept it as they do any optimizer, if all have one process group.
+    `checkpoint.save` and `load` accept it as they do any optimizer, and so does the full state if all have one process
+    group.
 
     Process groups may differ: experts, for example, have a smaller group (and `average_over`, see docs/experts.md), and
     ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. Every rank
@@ -113,8 +114,6 @@ class Chained(Together):
     refuse_different_settings = of_each("refuse_different_settings")
 
     def pieces(self):
-        if min(self.n_ranks) < self.process_group.size():
-            raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
         return [piece for optimizer in self.optimizers for piece in optimizer.pieces()]
 
     def state_dict(self):

@@ -3,7 +3,6 @@
 import contextlib
 import resource
 import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -13,7 +12,6 @@ from tests.common import STAGES, Net, batch, loss_of, optimizer_of
 
 SHARDED = STAGES[2:]
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
-FORMAT_1 = Path(__file__).parent / "format_1"  # stage 3 saved these on 2 ranks, when that was in use
 ONE = Rank(0, 1, torch.device("cpu"), "gloo")
 
 

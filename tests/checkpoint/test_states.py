@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
-from checkpoint import full_state_dict, load_full_state_dict, reshard, states
+from checkpoint import full_state_dict, load_full_state_dict, optimizers, reshard
 from guard.schema import Schema, Spec, check_state, described, schema_of
 from tests.checkpoint import SHARDED, a_run, train, wrapped
 from tests.checkpoint.compare import close, equal, full, nothing_changes, said_by_all, weights
@@ -249,8 +249,8 @@ def test_no_memory_is_taken_for_the_trial_where_a_class_reads_no_values():
 
 def test_an_optimizer_is_tried_once_until_its_groups_change(tmp_path, monkeypatch):
     """A learning rate changes at each step, and is no such change unless it can't be stepped with."""
-    trials, of = [], states.schema_of
-    monkeypatch.setattr(states, "schema_of", lambda *args: trials.append(args) or of(*args))
+    trials, of = [], optimizers.schema_of
+    monkeypatch.setattr(optimizers, "schema_of", lambda *args: trials.append(args) or of(*args))
     model = nn.Linear(3, 3, bias=False)
     optimizer = type("Own", (torch.optim.SGD,), {})(model.parameters(), lr=0.1, momentum=0.9)
     for turn, changes in enumerate([{}, {"lr": 0.05}, {"momentum": 0.0}, {"lr": 0.01}]):
@@ -261,7 +261,7 @@ def test_an_optimizer_is_tried_once_until_its_groups_change(tmp_path, monkeypatc
         checkpoint.load(tmp_path / str(turn), model, optimizer)
         assert len(trials) == [1, 1, 2, 2][turn]
     with pytest.raises(ValueError, match="can't step with the hyperparameters that were saved"):
-        states.schemas_of(optimizer, [{**optimizer.param_groups[0], "weight_decay": None}])
+        optimizers.schemas_of(optimizer, [{**optimizer.param_groups[0], "weight_decay": None}])
 
 
 NUMBER, LIKE_IT = Spec((), torch.float32), Spec((5, 7), torch.float32)

@@ -1,24 +1,19 @@
 """Checkpoints of a tensor-parallel model: a file knows no mesh, and loads on any, or in plain torch."""
 
-import shutil
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
 import stage4_overlap
-from checkpoint.convert import converted
-from checkpoint.manifest import manifest_of
-from checkpoint.states import owners_of
-from tests.checkpoint import flip_a_bit
-from tests.checkpoint.compare import equal, nothing_changes, said_by_all, weights
-from tests.checkpoint.mutations import tamper
-from tests.common import error_of, on_ranks
+from checkpoint.states import parts_without_overlaps
+from tests.checkpoint.compare import equal, weights
+from tests.common import on_ranks
 from tests.stages.test_dtensor import Block, data, local, mesh_of, whole
 
 
@@ -84,13 +79,18 @@ def leg(rank, shape, dtype, before, after):
     return [whole(param).float() for param in model.parameters()]
 
 
+def converted(folder):
+    dcp_to_torch_save(folder, folder.with_name("one.pt"))
+    return torch.load(folder.with_name("one.pt"), weights_only=True)
+
+
 JOURNEY = [(4, (4, 1)), (2, (1, 2)), (1, None), (4, (2, 2)), (4, (1, 4))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_from_mesh_to_mesh_to_plain_torch_and_back(on, tmp_path, dtype):
     """What is in the files is the same to the bit all the way; the next step is, up to the order of sums."""
-    folders = [tmp_path / f"{number}" / "saved" for number in range(len(JOURNEY) + 1)]  # a run locks its folder
+    folders = [tmp_path / f"{number}" / "saved" for number in range(len(JOURNEY) + 1)]
     expected = on(4, leg, (2, 2), dtype, None, folders[0])
     first = converted(folders[0])
     assert first["model"]["up.weight"].shape == (11, 8) and len(first["optimizer"]["state"]) == 9
@@ -102,41 +102,6 @@ def test_from_mesh_to_mesh_to_plain_torch_and_back(on, tmp_path, dtype):
         if shape is None and dtype is not torch.float32:  # plain torch steps the 16 bits, and has them alone
             return
         assert equal(again["model"], first["model"]) and equal(again["optimizer"], first["optimizer"]), shape
-
-
-def refuses(rank, folders):
-    """-> what each of the folders is refused with, after which model and optimizer are what they were."""
-    model, optimizer = build(rank, (2, 2), seed=1)
-    step(rank, model, optimizer, (2, 2), 0)
-    with nothing_changes(model, optimizer):
-        return [said_by_all(error_of(lambda: checkpoint.load(folder, model, optimizer), checkpoint.DamagedCheckpoint))
-                for folder in folders]
-
-
-CUTS = [  # of up.weight, (11, 8), which is cut into 6 and 5 rows
-    ([[6, 4], [8]], "the cuts of 'model.up.weight' are not all of it"), ([[6, 5], [4, 3]], "are not all of it"),
-    ([[11]], "are not all of it"), ([[1] * 11, [8]], "'model.up.weight' is cut into too many boxes"),
-    ([[6, 5], [1] * 8], "too many boxes"), *((cuts, "is damaged: cuts of 'model.up.weight'") for cuts in (
-        [[6, 5, 0], [8]], [[12, -1], [8]], [[6.0, 5], [8]], [{"6": 1}, [8]], {"0": [6, 5]}, None))]
-
-
-def test_what_is_damaged_is_refused_on_every_rank(on, tmp_path):
-    """Cuts that are none of the tensor, and a bit that one rank reads."""
-    saved = tmp_path / "saved"
-    on(4, leg, (2, 2), torch.float32, None, saved)
-    for number, (cuts, words) in enumerate(CUTS):
-        def cut_otherwise(manifest, _):
-            for header in manifest["headers"].values():
-                if place := header["places"].get("model.up.weight"):
-                    place["cuts"] = cuts
-
-        tamper(shutil.copytree(saved, tmp_path / f"{number}"), cut_otherwise)
-        with pytest.raises(checkpoint.DamagedCheckpoint, match=words):
-            manifest_of(tmp_path / f"{number}")
-    flip_a_bit(shutil.copytree(saved, tmp_path / "bit") / "rank-00003.safetensors")
-    by_cuts, by_bit = on(4, refuses, [tmp_path / "0", tmp_path / "bit"])
-    assert "the cuts of 'model.up.weight' are not all of it" in by_cuts
-    assert "rank-00003.safetensors is damaged" in by_bit
 
 
 @on_ranks(4)
@@ -154,7 +119,9 @@ def test_a_dtensor_of_strided_parts_is_refused(rank, tmp_path):
 
 def test_what_several_ranks_have_is_written_once():
     """Of a parameter that isn't cut, ranks beside each other may have other ranges, where others are cut unevenly."""
-    assert owners_of([(0, 0, 5), (1, 0, 8), (2, 5, 9), (3, 8, 9)]) == [(0, 0, 5), (1, 5, 8), (2, 8, 9)]
+    parts = {((0,), start, stop): (rank,) for rank, start, stop in ((0, 0, 5), (1, 0, 8), (2, 5, 9), (3, 8, 9))}
+    found = parts_without_overlaps({**parts, ((9,), 0, 2): (4,)})
+    assert found == [(0, (0,), 0, 5), (1, (0,), 5, 8), (2, (0,), 8, 9), (4, (9,), 0, 2)]
 
 
 @on_ranks(4)

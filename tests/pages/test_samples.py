@@ -59,7 +59,7 @@ def test_a_sample_runs(folder, page, heading, code):
     for ended in run_in(folder, code):
         assert ended.code == 0, ended.stderr
     pages = [page for page, *_ in PROGRAMS]
-    assert pages.count("guide") >= 3 <= pages.count("checkpoints") and list(FILES) == ["common.py", "moe.py"]
+    assert pages.count("guide") >= 3 and pages.count("checkpoints") >= 2 and list(FILES) == ["common.py", "moe.py"]
 
 
 @pytest.mark.waits
