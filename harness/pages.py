@@ -120,8 +120,8 @@ LADDER = [
 ]
 
 
-def ladder():
-    """Return as markdown what can be counted, and one column of time, measured on two hosts with the slowest link."""
+def ladder_sheet():
+    """Make the table of what can be counted, and one column of time, measured on two hosts with the slowest link."""
     result = saved.by_rate()[0]
     conditions = result.conditions
     tuned = catalogue.tuned(result, catalogue.REFERENCE)
@@ -156,11 +156,11 @@ def ladder():
         "rank sends this many values per parameter, times (d-1)/d; stage 2 adds padding. Time: "
         f"`DistributedOptimizer`'s step, divided by {words}. Two emulated hosts, {rate_words(conditions.rate)}, "
         f"median of {conditions.rounds} rounds ({conditions.machine}, {conditions.date})."]
-    return tables.markdown(sheet)
+    return sheet
 
 
 BLOCKS = {
-    "ladder": ladder,
+    "ladder": lambda: tables.markdown(ladder_sheet()),
     "made": lambda: made([name for name in saved.FILES if name not in (*GPUS, *CHECKPOINTS)]),
     "made_checkpoints": lambda: made(CHECKPOINTS),
     "made_gpu": lambda: made(GPUS),

@@ -181,9 +181,8 @@ def test_accumulation_marks_noise_and_says_what_communication_takes():
 
 
 def ladder():
-    """-> title -> cells of README's table."""
-    lines = [line.strip("| ").split(" | ") for line in pages.BLOCKS["ladder"]().split("\n\n")[0].splitlines()]
-    return {title: rest for title, *rest in lines[2:]}
+    """Return {title: cells} of README's table."""
+    return {title: cells for title, *cells in cells_of(pages.ladder_sheet())}
 
 
 def test_the_ladder_has_bytes_of_the_formula_and_dashes_for_what_failed(monkeypatch):
@@ -208,7 +207,7 @@ def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
                             (tuned, best, f"tuned DDP's ({best.size} buckets)")):
         monkeypatch.setattr(results, "by_rate", lambda: [one])
         ratio = f"{one.find('stage 4 overlap').over(ddp):.2f}"
-        assert ladder()["4 overlap"][-1] == ratio and words in " ".join(pages.BLOCKS["ladder"]().split())
+        assert ladder()["4 overlap"][-1] == ratio and words in pages.ladder_sheet().notes[0]
         assert dict(cells_of(links.curve_sheet([one])))["stage 4 over tuned DDP"] == (ratio if one.sweep else NONE)
 
 

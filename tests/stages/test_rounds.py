@@ -1,9 +1,10 @@
-"""Stage 4: buckets go round once in each backward pass, on every rank, whatever the passes are like.
+"""Stage 4: each backward pass sends all buckets once, on every rank, whatever the passes are like.
 
-A rank that goes round more often than another waits for it for ever, since the third bucket waits for the first.
+A rank that sends them more often than another waits for ever, since the third bucket waits for the first.
 """
 
 import contextlib
+import functools
 import random
 import weakref
 from unittest import mock
@@ -20,26 +21,30 @@ from tests.pairs import SMALL, parameter_of, sgd_of
 
 
 def zeros(rank, n=6, **kwargs):
-    """Parameters of zeros, a bucket each, stepped by SGD with a learning rate of 1."""
+    """Make parameters of zeros, a bucket each, stepped by SGD with a learning rate of 1."""
     params = [parameter_of(0, rank) for _ in range(n)]
     return params, sgd_of(STAGES[3], params, **SMALL, **kwargs)
 
 
 def backward(params, uses=None):
-    """A pass over those of `params` whose places are in `uses`, or over all of them."""
+    """Go backward through those of `params` whose places are in `uses`, or through all of them."""
     sum(param.sum() for place, param in enumerate(params) if uses is None or place in uses).backward()
 
 
 def moved_by(params, uses):
-    """Whether each of `params` has moved by minus the mean of `uses` over the ranks: (d, number of parameters)."""
+    """Return whether each of `params` has moved by minus the mean of `uses`, (d, number of parameters), over ranks."""
     expected = -torch.tensor(uses, dtype=torch.float32).mean(dim=0)
     return torch.allclose(torch.stack([param.detach().cpu()[0] for param in params]), expected)
 
 
+WEIGHTS = {"backward": 4, "backward checkpointed": 2, "backward in no_sync": 3, "step": 2, "zero_grad": 1,
+           "finish_grad_sync": 1, "another collective": 1, "compare": 1}  # by which actions are drawn
+
+
 @on_ranks
 def test_random_schedules(rank):
-    """Passes over what each rank draws, inside and outside of no_sync, and everything else between them, by hand."""
-    one = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint wants what requires grad
+    """Backward passes over parameters that each rank draws, and what a program does between them, beside a sum."""
+    factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint needs such an input
     for seed in range(20):
         draw = random.Random(seed)  # the same on every rank
         n = draw.choice([1, 2, 3, 5])
@@ -47,27 +52,30 @@ def test_random_schedules(rank):
         if draw.random() < 0.5:
             optimizer.prefetch_params(torch.nn.ParameterList(params))
         waiting, moved = [0.0] * n, [0.0] * n
-        actions = [draw.choice("bbbbkknnnsszfcr") for _ in range(15)] + ["s", "r"]
+        actions = [*draw.choices([*WEIGHTS], WEIGHTS.values(), k=15), "step", "compare"]
         for position, action in enumerate(actions):
-            if action in "bkn":  # a backward pass, outside and inside of no_sync, with re-entrant checkpoints
+            if action.startswith("backward"):
                 uses = [{i: draw.randint(1, 4) for i in draw.sample(range(n), draw.randint(1, n))}
                         for _ in range(rank.world_size)]
-                losses = [lambda one, i=i: params[i].sum() * one
+                losses = [lambda factor, i=i: params[i].sum() * factor
                           for i, times in uses[rank.rank].items() for _ in range(times)]
-                with optimizer.no_sync() if action == "n" else contextlib.nullcontext():
-                    sum(checkpoint(f, one, use_reentrant=True) if action == "k" else f(one) for f in losses).backward()
+                if action == "backward checkpointed":
+                    losses = [functools.partial(checkpoint, loss, use_reentrant=True) for loss in losses]
+                with optimizer.no_sync() if action == "backward in no_sync" else contextlib.nullcontext():
+                    sum(loss(factor) for loss in losses).backward()
                 waiting = [old + sum(use.get(i, 0) for use in uses) / rank.world_size for i, old in enumerate(waiting)]
-            elif action == "s":
+            elif action == "step":
                 optimizer.step()
-                waiting, moved = [0.0] * n, [old + more for old, more in zip(moved, waiting)]
-            elif action == "z":
+                moved = [old + added for old, added in zip(moved, waiting)]
+                waiting = [0.0] * n
+            elif action == "zero_grad":
                 optimizer.zero_grad()
                 waiting = [0.0] * n
-            elif action == "f":
+            elif action == "finish_grad_sync":
                 optimizer.finish_grad_sync()
-            elif action == "c":
+            elif action == "another collective":
                 dist.all_reduce(torch.ones((), device=rank.device))
-            elif action == "r":
+            elif action == "compare":
                 assert moved_by(params, [moved]), (seed, actions[: position + 1])
 
 
@@ -108,9 +116,8 @@ class Fail(torch.autograd.Function):
 
 @on_ranks(checkpointed=[False, True])
 def test_passes_after_one_that_failed(rank, checkpointed):
-    """A pass fails on all ranks, on rank 0 when all gradients are there. They count, as in torch; so does the pass.
-
-    The graph of the pass that failed, with the node of a re-entrant checkpoint in it, lives on.
+    """A backward pass raises on every rank, on rank 0 after all its gradients were made. Its gradients count, as in
+    torch, and it counts as a round. Its graph, with the node of a re-entrant checkpoint, lives on.
     """
     params, optimizer = zeros(rank, find_unused_parameters=True)
     leaf, factor = (torch.ones((), device=rank.device, requires_grad=True) for _ in range(2))
@@ -166,10 +173,8 @@ ASKS = {getattr(torch.Tensor, name) for name in (
 
 
 class OnADevice(TorchFunctionMode):
-    """Every tensor stands for one of a GPU, where the process group is NCCL's: an error where the host asks for its
-    values, and would wait for the GPU. With --gpu torch looks itself.
-
-    Not those that `torch.tensor` makes of numbers, until they travel in a message of the GPU's process group.
+    """Pretend tensors are on a GPU, with NCCL: raise where Python reads a value, because that would wait. With --gpu
+    torch looks itself. Tensors from torch.tensor(…) count as host memory until a message of the GPU's group has them.
     `groups`: the groups of hosts that were made.
     """
 
