@@ -12,7 +12,7 @@ late. This variant was run on CPUs only; the bytes of a fake GPU are counted.
 import torch
 
 import stage4_overlap
-from guard.states import follow
+from guard.states import update_main_param
 from stage4_overlap.buffer import Bucket, BucketBuffer, PartitionedParameter
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
@@ -53,4 +53,4 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
         """Also those through `param.data`, which no version counter shows: the device's shards are read."""
         self.finish_param_sync()
         for bucket in self.buckets:
-            follow(bucket.parameter.main_shard, bucket.parameter.shard)
+            update_main_param(bucket.parameter.main_shard, bucket.parameter.shard)
