@@ -35,7 +35,7 @@ SCENES = {
     "3": Scene("Stage 3: grad buffer", 4, 3, {
         "the buffer: line r belongs to rank r": ("GradBuffer.flat",), "parameters": ("parameters",)} | MOMENTS),
     "4": Scene("Stage 4: overlap", 5, 2, {
-        "parameters: the columns are buckets 5 to 1, line r is rank r's": ("ParameterBuffer.flat",),
+        "parameters: the columns are buckets 1 to 5, line r is rank r's": ("ParameterBuffer.flat",),
         "gradients, until their bucket leaves": ("gradients",), "two bucket buffers": ("BucketBuffer.sent",),
         "averages of its own shards": ("PartitionedGradient.shard",)}),
 }

@@ -1,11 +1,13 @@
-"""One rank, recorded from outside: its line, and what all memory holds that the optimizer and the model reach.
+"""Records one rank from outside: the line that it is at, and all memory that the optimizer and the model reach.
 
-Python's own tracing tells the lines of the watched files, also in hooks that autograd calls. What changed between two
-lines was written by the first of them. Memory is found by walking attributes, and local variables of the functions that
-run; it is named after them, keeps its name for life, and is told from other memory by identity, not by address.
+Python's own tracing reports the lines of the watched files, also in hooks that autograd calls. What has changed between
+two lines was written by the first of the two. Memory is found by walking attributes, and the local variables of the
+functions that run. A storage is named after the first that leads to it, and keeps that name. Storages are told apart by
+identity: an address is used again after a storage is freed.
 """
 
 import ctypes
+import functools
 import linecache
 import sys
 from collections import deque
@@ -18,23 +20,24 @@ from . import loop
 
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
-NOT_OURS = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that others fill
+SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that torch fills
 
 
 class Place(NamedTuple):
-    """A line of a function that runs, or that waits for the one that it has called."""
+    """Names a line of a function that runs, or that waits for a function that it has called."""
 
     file: str
     line: int
     function: str
-    call: int  # which call of it, counted
+    call: int  # the number of this call, counted over all functions
 
 
 @dataclass
 class Storage:
     row: str
     part: str
-    dtype: torch.dtype = None  # of the first tensor of numbers that was seen in it
+    is_local: bool = False  # named after a local variable
+    dtype: torch.dtype = None  # of the first floating-point tensor that was seen in this storage
     is_model: bool = False
     views: set = field(default_factory=set)  # (first element, shape) of tensors that lie in it
     elements: dict = field(default_factory=dict)  # cell -> element of the model, as far as gradients and weights tell
@@ -45,7 +48,10 @@ class Storage:
 
 @dataclass
 class Event:
-    """A line, and what it did. `memory`: storage -> bytes, of all that is alive when it has been done; later, cells."""
+    """Holds a line, and what the line did.
+
+    `memory` maps each storage that is alive after the line to its bytes; show/labels.py replaces the bytes by cells.
+    """
 
     stack: tuple
     is_line: bool = True
@@ -53,22 +59,31 @@ class Event:
     step: int = 0
     memory: dict = None
     is_change: bool = False
-    time: int = 0  # length of the log of accesses when it has been done
+    time: int = 0  # length of the log of accesses after the line
     starts: list = field(default_factory=list)
     ends: list = field(default_factory=list)
     frame: int = 0  # see show/frames.py
 
 
 class Trace:
-    """Records what runs while it is entered. files: path -> name, of the files whose lines are watched."""
+    """Records what runs inside `with trace:`. files: path -> name, of the files whose lines are watched."""
 
     def __init__(self, files, model):
-        self.files, self.model, self.optimizer = files, model, None  # which is set when it has been made
-        self.events, self.storages, self.log, self.memory = [], {}, [], {}
-        self.uids, self.kept = {}, []  # address of a storage -> number; weak references, which keep addresses unique
-        self.instances = {}  # name of a class -> {id: instance of the core, and which one of them}
-        self.calls, self.n_calls, self.here = {}, 0, ()
-        self.phase, self.step = "", -1
+        self.files = files
+        self.model = model
+        self.optimizer = None  # set by the caller, once it is built
+        self.events = []
+        self.storages = {}
+        self.log = []  # (storage, first byte, end, "read" or "write")
+        self.memory = {}
+        self.uids = {}  # address of a storage -> its number
+        self.weak_references = []  # to storages: while they are held, no other storage gets the same address
+        self.instances = {}  # name of a class -> {id: (instance, its number)}
+        self.calls = {}  # frame of Python -> number of the call
+        self.n_calls = 0
+        self.stack = ()
+        self.phase = ""
+        self.step = -1
 
     def __enter__(self):
         sys.settrace(self.on_call)
@@ -92,7 +107,7 @@ class Trace:
             if event == "return":
                 del self.calls[frame]
                 frame = frame.f_back
-            self.here = self.stack_of(frame)
+            self.stack = self.stack_of(frame)
             self.open(is_line=event == "line")
         return self.on_line
 
@@ -107,7 +122,7 @@ class Trace:
         return stack
 
     def open(self, is_line):
-        stack = tuple(place for _, place in self.here)
+        stack = tuple(place for _, place in self.stack)
         if stack and stack[0].file == "loop.py":
             text = linecache.getline(loop.__file__, stack[0].line)
             self.phase = next((name for code, name in PHASES if code in text), self.phase)
@@ -117,32 +132,35 @@ class Trace:
         self.events.append(Event(stack, is_line, phase, max(0, self.step)))
 
     def close(self):
-        """The line that was opened last has been done: see what memory holds now."""
+        """Note what memory holds after the line that was opened last."""
         if not self.events or self.events[-1].memory is not None:
             return
         event, before = self.events[-1], self.memory
-        event.memory = self.memory = self.snapshot()
-        event.is_change, event.time = self.memory != before, len(self.log)
+        self.memory = self.snapshot()
+        event.memory = self.memory
+        event.is_change = self.memory != before
+        event.time = len(self.log)
         if not (event.is_line or event.starts or event.ends or event.is_change):
             self.events.pop()
 
-    def starts(self, operation):
-        """Called by Wires. The rank is at the same line as before, and messages are under way."""
-        self.cut(lambda event: not event.ends).starts.append(operation)
+    def record_launch(self, operation):
+        """Note that a message leaves at the present line."""
+        self.event_at_this_line(lambda event: not event.ends).starts.append(operation)
 
-    def ends(self, key):
-        self.cut(lambda event: event.ends).ends.append(key)
+    def record_arrival(self, key):
+        """Note that the message `key` arrives at the present line."""
+        self.event_at_this_line(lambda event: event.ends).ends.append(key)
 
-    def cut(self, can_go_on):
-        """Begin a new event at the line of the last one, unless that has changed nothing yet and suits."""
+    def event_at_this_line(self, can_go_on):
+        """Reuse the open event if it has changed nothing and can_go_on(event); otherwise open another at its line."""
         self.close()
         if self.events[-1].is_change or not can_go_on(self.events[-1]):
             self.open(is_line=False)
         self.events[-1].memory = None
         return self.events[-1]
 
-    def touches(self, tensors, how):
-        """Note a read or a write: (storage, first byte, end, how)."""
+    def record_access(self, tensors, how):
+        """Note that tensors are read or written."""
         self.log += [(*self.span(tensor), how) for tensor in tensors if tensor.layout == torch.strided]
 
     def span(self, tensor):
@@ -153,20 +171,21 @@ class Trace:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.uids:
             self.uids[storage._cdata] = len(self.uids)
-            self.kept.append(storage._weak_ref())  # as long as this is held no other storage gets the address
+            self.weak_references.append(storage._weak_ref())
         return self.uids[storage._cdata]
 
     def snapshot(self):
+        """Return the bytes of each storage that is alive: of the model, of the core, and of the inner optimizer."""
         memory = {}
 
-        def see(tensor, row, part=""):
+        def see(tensor, row, part="", is_local=False):
             if tensor is None or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
                 return
             uid, whole = self.uid_of(tensor), tensor.untyped_storage()
-            storage = self.storages.setdefault(uid, Storage(row, part))
-            if ": " in storage.row and ": " not in row:  # a local variable has become an attribute
-                storage.row, storage.part = row, part
-            if tensor.is_floating_point():  # bytes only give their name to what is read as numbers elsewhere
+            storage = self.storages.setdefault(uid, Storage(row, part, is_local))
+            if storage.is_local and not is_local:  # the local variable has become an attribute
+                storage.row, storage.part, storage.is_local = row, part, False
+            if tensor.is_floating_point():  # a view of bytes gives the storage its name, and no values
                 storage.dtype = storage.dtype or tensor.dtype
                 storage.views.add((tensor.storage_offset(), tuple(tensor.shape)))
                 memory[uid] = memory.get(uid) or ctypes.string_at(whole.data_ptr(), whole.nbytes())
@@ -180,8 +199,8 @@ class Trace:
                     storage.is_model |= tensor is param
                     storage.elements.update((offset + i, first + i) for i in range(tensor.numel()))
             first += param.numel()
-        seen, here = set(), [(frame, place) for frame, place in self.here if place.file != "loop.py"]
-        for core in (*(frame.f_locals.get("self") for frame, _ in here), self.optimizer):
+        seen, in_core = set(), [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
+        for core in (*(frame.f_locals.get("self") for frame, _ in in_core), self.optimizer):
             self.walk(core, "", see, seen)
         for index, (param, state) in enumerate(self.stepped().items()):
             see(param, "main parameters", str(index))
@@ -189,10 +208,11 @@ class Trace:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() == param.numel() and name != "step":
                     see(value, name, str(index))
-        for frame, place in here:
+        see_local = functools.partial(see, is_local=True)
+        for frame, place in in_core:
             for name, value in frame.f_locals.items():
-                if name not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:  # that is memory of the caller
-                    self.walk(value, f"{place.function.split('.')[-1]}: {name}", see, seen)
+                if name not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:  # arguments are the caller's
+                    self.walk(value, f"{place.function.split('.')[-1]}: {name}", see_local, seen)
         return memory
 
     def walk(self, value, name, see, seen):
@@ -207,18 +227,19 @@ class Trace:
             elif isinstance(value, (list, tuple, deque, dict)):
                 seen.add(id(value))
                 values = value.values() if isinstance(value, dict) else value
-                todo.extend((one, name, f"{index}") for index, one in enumerate(values))
+                todo.extend((item, name, f"{index}") for index, item in enumerate(values))
             elif self.is_of_the_core(value):
                 seen.add(id(value))
                 title, part = self.title_of(value)
-                todo.extend((one, f"{title}{name}", part) for name, one in vars(value).items() if name not in NOT_OURS)
+                todo.extend((attribute, f"{title}{name}", part) for name, attribute in vars(value).items()
+                            if name not in SKIPPED)
 
     def is_of_the_core(self, value):
         file = getattr(sys.modules[type(value).__module__], "__file__", None)
         return hasattr(value, "__dict__") and self.files.get(file, "loop.py") != "loop.py"
 
     def title_of(self, instance):
-        """-> "Bucket." and which one of them; of an optimizer nothing: its attributes speak for themselves."""
+        """Return "Bucket." and the number of this bucket; for an optimizer two empty texts."""
         if isinstance(instance, torch.optim.Optimizer):
             return "", ""
         name = type(instance).__name__
@@ -227,7 +248,7 @@ class Trace:
         return f"{name}.", str(number)
 
     def stepped(self):
-        """-> {parameter: its state} of all that this rank steps, with the optimizer within the optimizer, if any."""
+        """Return {parameter: state} of what this rank steps, with the inner optimizer if there is one."""
         if self.optimizer is None:
             return {}
         inside = [value for value in vars(self.optimizer).values() if isinstance(value, torch.optim.Optimizer)]

@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
 
 class Wires(TorchDispatchMode):
-    """While it is entered, `recorder` hears of every message: `starts(operation)`, `ends(key)`, `touches(…)`."""
+    """While it is entered, `recorder` hears of every message that leaves or arrives, and of every access."""
 
     def __init__(self, recorder):
         super().__init__()
@@ -62,14 +62,14 @@ class Wires(TorchDispatchMode):
             alias, tensors = argument.alias_info, tensors_of(arguments.get(argument.name))
             written += tensors if alias and alias.is_write else []
             if not alias or alias.is_write and argument.name != "out" and schema.name not in WRITES_ONLY:
-                self.recorder.touches(tensors, "read")
-        self.recorder.touches(written, "write")
+                self.recorder.record_access(tensors, "read")
+        self.recorder.record_access(written, "write")
         return function(*args, **kwargs)
 
     def communicate(self, function, args, kwargs, kind, read, written, arguments):
         sources, targets = tensors_of(arguments.get(read)), tensors_of(arguments.get(written))
         operation = self.operation(kind, arguments, sources, targets)
-        self.recorder.starts(operation)
+        self.recorder.record_launch(operation)
         copies = {}  # tensor -> its copy; one that is read and written has one
         args = tree_map_only(torch.Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), args)
         for source in sources if self.divisor > 1 else ():
@@ -78,9 +78,9 @@ class Wires(TorchDispatchMode):
         is_pair = isinstance(result, (tuple, list))
 
         def deliver():
-            self.recorder.ends(operation.key)
-            self.recorder.touches(sources, "read")
-            self.recorder.touches(targets, "write")
+            self.recorder.record_arrival(operation.key)
+            self.recorder.record_access(sources, "read")
+            self.recorder.record_access(targets, "write")
             for target in targets:
                 target.copy_(copies[id(target)])
 

@@ -141,6 +141,8 @@ def test_what_flies_left_as_it_is_drawn_and_a_sum_is_drawn_when_all_of_it_has_ar
                 kinds = {kind for _, kind, *_ in left} - {"padding", "zero"}
                 assert kinds <= ({"gradient", "share"} if "reduce" in operation["kind"] else {"new", "garbage"}), kinds
                 assert "garbage" not in kinds or operation["kind"] == "all-gather"
+                elements = [{went[2], came[2]} - {None} for went, came in zip(left, landed)]
+                assert all(len(pair) <= 1 for pair in elements), "another element lands"
             if "reduce" in operation["kind"]:
                 assert "average" not in {kind for _, kind, *_ in waiting}
             if operation["kind"] == "reduce-scatter" and id in STAGES:
