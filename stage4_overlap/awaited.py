@@ -96,8 +96,8 @@ def wait_for_own(module, _):
 def own_params(module):
     """-> its own, or None, and those of containers in it, such as a ParameterList or ParameterDict."""
     params = list(module._parameters.values())
-    for child in module.children():
-        if type(child).forward is torch.nn.Module.forward:
+    for child in module._modules.values():  # its children, without their names
+        if child is not None and type(child).forward is torch.nn.Module.forward:
             params += own_params(child)
     return params
 
@@ -122,6 +122,7 @@ class AwaitedBucket:
         super().partition()
         self.main_grads = {param: main.grad for param, main in self.main_params.items()}
         self.zero = flat.new_zeros(())
+        self.addresses = [view.data_ptr() for view in self.views]
         BUCKETS[self] = None
         self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
         self.written = list(dict.fromkeys([*self.params, *self.tensors]))
@@ -151,8 +152,8 @@ class AwaitedBucket:
 
     def moved_params(self):
         """-> parameters whose `data` somebody has replaced, so that they are no longer views of `flat_params`."""
-        return [param for param, tensor, view in zip(self.params, self.tensors, self.views)
-                if tensor.data_ptr() != view.data_ptr()]
+        return [param for param, tensor, address in zip(self.params, self.tensors, self.addresses)
+                if tensor.data_ptr() != address]
 
     def start_param_sync(self):
         """Change the class of the parameters first: from now on, reading one waits for it."""

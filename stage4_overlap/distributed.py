@@ -67,7 +67,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
+        # By id, as in Bucket.ready, because a tensor's own hash is slow.
         self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
+        self._bucket_of_id: dict = {}
         self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
@@ -90,6 +92,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes=True)
         self._hooks[id(param)] = handle, param._post_accumulate_grad_hooks
+        self._bucket_of_id[id(param)] = self.bucket_of[param]
 
     # ------------------------------------------------------------------------------------------- in the backward pass
 
@@ -115,17 +118,17 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if now.is_accumulating or not now.is_open:  # not open: all buckets were sent, a re-entrant checkpoint goes on
             now.waiting.add(id(param))
             return
-        bucket, (handle, all_hooks) = self.bucket_of[param], self._hooks[id(param)]
+        bucket, (handle, all_hooks) = self._bucket_of_id[id(param)], self._hooks[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
             # The user's hooks run after ours. So that they see this gradient, it is sent with the next one.
-            bucket.ready.discard(param)  # a re-entrant checkpoint may have computed it once before
+            bucket.ready.discard(id(param))  # a re-entrant checkpoint may have computed it once before
             self.send_full_buckets()
             if now.is_open:
-                bucket.ready.add(param)
-        elif len(bucket.ready) + 1 < len(bucket.params):  # the bucket isn't full: saves the core's check, for speed
-            bucket.ready.add(param)
+                bucket.ready.add(id(param))
         else:
-            super().on_grad_ready(param)
+            bucket.ready.add(id(param))
+            if len(bucket.ready) == len(bucket.params):  # is_full, without a call for each parameter
+                self.send_full_buckets()
 
     def _begin_round(self):
         now = self._rounds
@@ -133,7 +136,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         now.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
         now.is_open = now.went_backward = True
         for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
-            bucket.ready.update([param for param in bucket.params if not param.requires_grad])
+            bucket.ready.update([id(param) for param in bucket.params if not param.requires_grad])
 
     def _end_backward(self):
         """Send gradients that the pass didn't compute as zero, at once: another rank may have them, and wait for us."""
@@ -143,7 +146,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _finish_round(self):
         for bucket in self.queue:
-            bucket.ready.update(bucket.params)
+            bucket.ready.update(map(id, bucket.params))
         self.send_full_buckets()
 
     def send_grads(self, bucket):
@@ -251,7 +254,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
         for handle, _ in self._hooks.values():
             handle.remove()
-        for owned in (self._hooks, self.bucket_of, self.buckets, self.queue, self.idle):
+        for owned in (self._hooks, self._bucket_of_id, self.bucket_of, self.buckets, self.queue, self.idle):
             owned.clear()
         self._move_to(process_group)
 

@@ -33,7 +33,7 @@ class Rounds:
         went_backward: whether a pass has begun a round, on this rank; after the ranks have agreed, on any rank.
         used: ids of the parameters whose gradient this rank has sent. Ids, because a tensor's own hash is slow.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
-            round, `Bucket.ready` has them.
+            round, `Bucket.ready` has their ids.
         unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
             main parameters have no gradient until the ranks agree again.
         settings: of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`: name -> value.
@@ -82,7 +82,7 @@ class BackwardPass:
 
 def what_is_wrong(now, params, buckets):
     """-> LATE, MOVED or 0 for each of `params` on this rank; `agree` adds MISSING, and what other ranks found."""
-    by_autograd = now.waiting.union(*[map(id, bucket.ready) for bucket in buckets])
+    by_autograd = now.waiting.union(*[bucket.ready for bucket in buckets])
     assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # so a user assigned these
     late = assigned if now.is_synced else assigned & now.used
     moved = {id(param) for bucket in buckets for param in bucket.moved_params()}
