@@ -51,6 +51,7 @@ STEPS = [
          f"{HOSTS} --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'", ("300mbit",)),
     Step("saving and loading", 9, "saving.json", "-m harness.saving --gigabytes 1 --rounds 3"),
     Step("losses", 3, "losses.json", "-m harness.losses"),
+    Step("same bits", 3, "same_bits.json", "-m harness.same_bits"),
     Step("faults", 15, "faults.json", "-m pytest -q -p tests.harness.faults -m faults"),
     Step("plan of 7b, and its check on the steps above", 1, "plan.json", "-m harness.plan --check"),
     Step("plan of 70b", 1, "plan_70b.json", "-m harness.plan --model 70b --tensor-parallel 8"),

@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import NamedTuple
 
-from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, pictures, tables
+from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, pictures, same_bits, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import Report, Row, Sheet
@@ -190,7 +190,8 @@ PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json"
             "curve.svg": lambda: links.curve_picture(saved.at_all_rates()),
             "buckets.svg": lambda: links.sweep_picture(saved.at_all_rates()),
             "gpu_overlap.svg": lambda: drawn_steps("cuda.json"),
-            "plan.svg": lambda: drawn_steps("plan.json")}
+            "plan.svg": lambda: drawn_steps("plan.json"),
+            "same_bits.svg": lambda: same_bits.picture(saved.load("same_bits.json"))}
 
 
 def drawn_steps(name):

@@ -173,6 +173,11 @@ def hybrid(ranks_of_group, bucket_cap_mb=None):
     return build
 
 
+def same_bits(model, adamw):
+    """One leaf on each rank: as much work as in the other rows."""
+    return stage_with_prefetch("variants.same_bits", leaves=dist.get_world_size())(model, adamw)
+
+
 def optimizer_class(package, name="DistributedOptimizer"):
     return getattr(importlib.import_module(package), name)
 
@@ -282,6 +287,7 @@ VARIANTS = [
     variant("hybrid", hybrid(in_pairs), sharing=in_pairs),
     variant("wire16", sends=6, reference=rounded(divided_in=torch.bfloat16)),
     variant("moments16", shared=8, reference=rounded(moments_in=torch.bfloat16)),
+    variant("same_bits", build=same_bits),
     variant("finite"),
     variant("blocks"),
     variant("offload", shared=16),

@@ -41,6 +41,7 @@ ROWS = {  # a row of the bench -> the row that it is compared with, what it is c
                         "slow links between nodes, or latency decides"),
     "variants wire16": (STAGE_4, "bf16_compress_hook, communication_data_type", "the link decides"),
     "variants moments16": (STAGE_4, "use_precision_aware_optimizer", "the state decides, beta2 ≤ 0.99"),
+    "variants same_bits": (STAGE_4, "–", "the bits must not depend on the number of ranks"),
     "variants finite": (STAGE_4, "check_for_nan_in_grad", "which rank has the nan?"),
     "variants blocks": (STAGE_4, "torchao with FSDP2", "8-bit states"),
     "variants offload": (STAGE_4, "offload_optimizer, CPUOffloadPolicy", "the GPU's memory decides"),

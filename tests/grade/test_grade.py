@@ -286,7 +286,7 @@ def test_every_variant_is_an_exercise():
     assert {Path(path).stem for path, asked in skeleton.ASKED["variants"].items() if asked} == variants.CASES.keys()
     assert {what.split()[0] for what in WRONG_VARIANTS} == variants.CASES.keys()
     assert {path.stem for path in (ROOT / "variants").glob("[a-z]*.py")} == (variants.CASES.keys() - {"chained"}) | {
-        "by_bucket", "muon_rows"}
+        "by_bucket", "muon_rows", "same_bits"}
 
 
 @pytest.mark.parametrize("level, names", [(1, ["the interface"]), (2, ["its methods", "the interface"])])

@@ -70,6 +70,20 @@ def test_a_rank_that_is_lost_ends_the_other_with_one_line(folder):
     assert re.fullmatch(r"rank 0: .+\n", other.stderr), other.stderr
 
 
+@pytest.mark.waits
+def test_the_sample_of_the_same_bits_prints_the_same_on_1_2_and_4_ranks(folder):
+    ((_, _, code),) = samples("same_bits")
+    runs = [run_in(folder, code.replace("-node 4", f"-node {n_ranks}")) for n_ranks in (1, 2, 4)]
+    assert [ended.stderr for ended in sum(runs, []) if ended.code] == []
+    assert len({ended.stdout for ended in sum(runs, [])}) == 1 and "0x1." in runs[0][0].stdout
+
+
+def test_three_numbers_add_up_to_what_the_page_of_the_same_bits_says():
+    numbers = [torch.tensor(float(number)) for number in re.findall(r"\d\.\d{5,}", Page("docs/same_bits.md").text)]
+    a, b, c, first, _, _, _, second = numbers
+    assert (torch.equal(a + b - c, first), torch.equal(a + (b - c), second)) == (True, True) and first != second
+
+
 # --------------- README.md's two loops, chapter 3's rung between: DDP's result to the bit; the class of variants/
 
 
@@ -145,5 +159,5 @@ def test_the_class_that_puts_a_guard_in_front_of_a_variant_is_one():
 def test_no_other_page_has_python_that_nobody_runs():
     """Chapters show code of a core, see test_chapters; what is in exercise.md tests/grade fills in."""
     others = {"README.md", "docs/exercise.md", "docs/guide.md", "docs/checkpoints.md", "docs/experts.md",
-              "variants/README.md"}
+              "docs/same_bits.md", "variants/README.md"}
     assert {page.name for page in PAGES if page.code()} == others | {f"{stage}/README.md" for stage in STAGES}

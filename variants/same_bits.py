@@ -1,0 +1,227 @@
+"""The same bits on 1, 2, 4 and 8 ranks, at the price of stage 4's memory: a rank's partial sums are whole gradients.
+
+(a + b) + c isn't a + (b + c), so a sum over ranks changes with their number. Here a step has a fixed number of
+micro-batches on all ranks together, the *leaves*. Rank r computes the leaves / d that lie beside each other from leaf
+r * leaves / d on, in one backward pass each. A fixed binary tree adds the leaves' gradients: neighbours first, then the
+sums of neighbours, on whichever rank they are. The sum is divided by `leaves`, once.
+
+Situation: a run on 8 ranks goes on with 2, and its losses, norms, parameters and moments have to be those that it would
+have had. Or two runs on different numbers of ranks are compared, and a difference must not be rounding.
+Called elsewhere: nowhere to the bit. Megatron-LM's --deterministic-mode repeats a run on the same ranks (issue 5785).
+EasyScale promises the same accuracy. DeepSpeed, FSDP2 and modded-nanogpt add in the order of their collectives.
+Wire: 4Ψ · (d-1)/d bytes of gradients in fp32 once per step, and the parameters as in stage 4. A norm takes 4 bytes per
+leaf and bucket.
+Memory: stage 4's 4 + 12/d between steps. During a step with n = leaves / d micro-batches per rank, up to log2(n)
+partial sums of 4Ψ bytes wait, beside the gradients that are being computed: none with one micro-batch.
+Costs: one addition of whole gradients per micro-batch, and gradients leave in the last backward pass of a step.
+It can't promise: another kind of processor, other kernels or another torch, other shapes under torch.compile, another
+number of threads. Whatever is random must depend on the step and the leaf alone: see docs/same_bits.md.
+
+    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, leaves=8, lr=1e-3)
+    for leaf in optimizer.own_leaves():          # of this rank
+        model(batch_of(step, leaf)).backward()   # not divided by the number of micro-batches
+    optimizer.step()
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+import stage4_overlap
+from guard.refuse import agree
+from stage4_overlap.buffer import Bucket, BucketBuffer, cut_ranges, padded_numel, param_starts, ranges_in_shard
+from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
+from stage4_overlap.transport import transport_for
+
+
+def add_in_pairs(parts):
+    """Add neighbours, then their sums, until one is left -> the sum, in the first of `parts`; it overwrites `parts`."""
+    while len(parts) > 1:
+        torch._foreach_add_(parts[::2], parts[1::2])
+        parts = parts[::2]
+    return parts[0]
+
+
+class TreeBucket(Bucket):
+    """A bucket that adds its leaves up.
+
+    Attributes:
+        n_leaves: how many this rank has added since it sent the last sum.
+        partial_sums: sums of whole subtrees, the largest first; of each a list of tensors shaped like the parameters.
+    """
+
+    def __init__(self, params, transport):
+        self.n_leaves, self.partial_sums = 0, []
+        super().__init__(params, transport)
+
+    def place(self, alignment):
+        """Pad for as many shards as there are leaves: then parameters and shards of all d begin at the same places."""
+        *self.starts, end = param_starts([tensor.numel() for tensor in self.tensors], alignment)
+        self.numel = padded_numel(end, self.transport.n_leaves, alignment)
+        self.ranges = self.ranges_in(self.transport.rank, self.transport.world_size)
+
+    def ranges_in(self, part, n_parts):
+        """-> which parts of the parameters lie in one of `n_parts` equal parts of the bucket."""
+        numel = self.numel // n_parts
+        return ranges_in_shard([tensor.numel() for tensor in self.tensors], self.starts, part * numel,
+                               (part + 1) * numel)
+
+    def grad_pieces(self, leaves):
+        """-> averaged gradients of this rank's shard in pieces that no d cuts: for each of its `leaves`, a list."""
+        parts = self.gradient.shard.view(len(leaves), -1)
+        return [cut_ranges(part, self.ranges_in(leaf, self.transport.n_leaves)) for leaf, part in zip(leaves, parts)]
+
+    def add_leaf(self):
+        """Take the gradients out of the parameters, and add them to the subtrees that they complete."""
+        total = [grad.to(self.gradient.shard.dtype) for grad in self.grads()]
+        self.n_leaves += 1
+        n_subtrees = self.n_leaves
+        while n_subtrees % 2 == 0:
+            total = list(torch._foreach_add(self.partial_sums.pop(), total))
+            n_subtrees //= 2
+        self.partial_sums.append(total)
+        for param in self.params:
+            param.grad = None
+        self.ready.clear()
+
+    def take_sum(self):
+        """-> the sum of this rank's leaves, a list of tensors; the next leaf begins another one."""
+        (total,) = self.partial_sums
+        self.drop_sums()
+        return total
+
+    def drop_sums(self):
+        self.n_leaves, self.partial_sums = 0, []
+
+
+class TreeBuffer(BucketBuffer):
+    def wire_dtype(self, bucket):
+        return torch.promote_types(bucket.flat_params.dtype, torch.float32)
+
+    def start_grad_sync(self, bucket):
+        """Send this rank's sum, undivided."""
+        self.bucket = bucket
+        slots, sent, received = self.places[bucket]
+        torch._foreach_copy_(slots, bucket.take_sum())
+        self.works, self.parts = self.transport.exchange(sent, received)
+
+    def finish_grad_sync(self):
+        """The ranks' sums are subtrees: they are added in pairs."""
+        for work in self.works:
+            work.wait()
+        self.bucket.gradient.add([add_in_pairs(self.parts).div_(self.transport.n_leaves)])
+
+
+class SumsLeaves:
+    """Both classes' constructor. `leaves`: micro-batches per step on all ranks together: a power of two, n * d."""
+
+    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, leaves, **kwargs):
+        self.leaves = leaves
+        super().__init__(params, optimizer_cls, **kwargs)
+
+    def own_leaves(self):
+        """-> range: the leaves that this rank computes, in this order."""
+        rank, n_own = dist.get_rank(self.process_group), self.leaves // dist.get_world_size(self.process_group)
+        return range(rank * n_own, (rank + 1) * n_own)
+
+    def mean_over_leaves(self, losses):
+        """-> the mean of all leaves' losses, for a log. `losses`: of this rank's leaves, scalar tensors. Collective."""
+        own = torch.stack([loss.detach() for loss in losses])
+        everyone = own.new_empty(self.leaves)
+        dist.all_gather_into_tensor(everyone, own, group=self.process_group)
+        return add_in_pairs(list(everyone)) / self.leaves
+
+
+class TreeOfLeaves(OverlapOptimizer):
+    bucket_class, bucket_buffer_class = TreeBucket, TreeBuffer
+
+    def transport_for(self, process_group, device, _):
+        transport = transport_for(process_group, device, torch.float32)  # on NCCL, too, the ranks exchange their sums
+        transport.n_leaves = self.leaves
+        return transport
+
+    def send_grads(self, bucket):
+        """Nothing leaves before this rank's last leaf."""
+        bucket.add_leaf()
+        if bucket.n_leaves == len(self.own_leaves()):
+            super().send_grads(bucket)
+
+    def zero_grad(self, set_to_none=True):
+        for bucket in self.buckets:
+            bucket.drop_sums()
+        super().zero_grad(set_to_none)
+
+
+class ShardedOptimizer(SumsLeaves, TreeOfLeaves):
+    """Stage 4's core, which adds in a fixed order."""
+
+
+class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, TreeOfLeaves):
+    """Stage 4's, which adds in a fixed order.
+
+    Raises:
+        ValueError: `leaves` is no power of two, or no multiple of the number of ranks; a parameter is a DTensor; or
+            `step` is given a closure, whose loss it would average in another order.
+        RuntimeError: a rank has run more or fewer backward passes than it has leaves. Raised on every rank by `step`
+            and `clip_grad_norm_`, which drop the gradients.
+    """
+
+    def _prepare(self, *args, **settings):
+        return super()._prepare(*args, leaves=self.leaves, **settings)
+
+    def _refuse(self, named):
+        if error := self._misfit(self.process_group):
+            raise error
+        for name in [name for name, param in named if hasattr(param, "placements")]:
+            raise ValueError(f"parameter {name} is a DTensor, and the order of its sums would depend on the mesh")
+        return super()._refuse(named)
+
+    def _misfit(self, process_group):
+        """-> an exception if the ranks of a group can't share the leaves; None if they can, or on another rank."""
+        world_size = max(1, dist.get_world_size(process_group))
+        is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0
+        if not is_power_of_two or self.leaves % world_size:
+            return ValueError(f"leaves is {self.leaves}: it must be a power of two, a multiple of {world_size} ranks")
+
+    def move_to(self, process_group):
+        """As in stage 4. Raises ValueError on every rank, before anything changes, if the leaves don't fit."""
+        agree(self._misfit(process_group), {}, None, self.buckets[0].flat_params.device)
+        super().move_to(process_group)
+
+    def step(self, closure=None, *, grad_scaler=None):
+        if closure is not None:
+            raise ValueError("step() takes no closure here: run the leaves, and pass the losses to mean_over_leaves()")
+        return super().step(grad_scaler=grad_scaler)
+
+    def no_sync(self):
+        """Nothing: micro-batches are sent once per step anyway, and each must be a leaf."""
+        return contextlib.nullcontext()
+
+    @property
+    def n_averaged(self):
+        """The number of leaves: `average_over`, a number, then divides their sum."""
+        return self.leaves
+
+    def _average_grads(self, arguments):
+        """As in stage 4, after the ranks have compared how many backward passes they ran."""
+        now, n_own = self._rounds, len(self.own_leaves())
+        n_passes = n_own if now.is_synced else now.n + now.is_open
+        was_new = super()._average_grads({**arguments, "backward passes since the last step": n_passes})
+        if n_passes != n_own:
+            self.zero_grad()
+            raise RuntimeError(f"{n_passes} backward passes since the last step: each rank computes {n_own} of "
+                               f"{self.leaves} leaves, in one backward pass each")
+        return was_new
+
+    def _total_norm(self, norm_type):
+        """-> the norm of norms over 1/leaves of each bucket, in the order of buckets and leaves, whoever has them."""
+        if not norm_type > 0:
+            raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
+        own, nothing = self.own_leaves(), self.buckets[0].gradient.shard.new_zeros(1)
+        pieces = [pieces or [nothing] for bucket in self.buckets for pieces in bucket.grad_pieces(own)]
+        norms = torch.stack([torch.nn.utils.get_total_norm(grads, norm_type) for grads in pieces])
+        everyone = norms.new_empty(self.world_size * len(norms))  # rank, bucket, leaf
+        dist.all_gather_into_tensor(everyone, norms, group=self.process_group)
+        in_order = everyone.view(self.world_size, -1, len(own)).transpose(0, 1)  # bucket, rank, leaf
+        return torch.linalg.vector_norm(in_order.reshape(-1), float(norm_type))
