@@ -1,4 +1,4 @@
-"""The sample of docs/experts.md trains as one process does, however experts are spread."""
+"""The sample of docs/experts.md trains as one process does, however experts are spread, and goes on after a save."""
 
 import math
 import types
@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import checkpoint
 from tests.pages.test_samples import FILES
+
+STEPS = range(20)
 
 
 def sample():
@@ -23,7 +26,7 @@ def batch(step):
     return x, x[:, :4].tanh()
 
 
-def train(rank, ep, plain=False):
+def train(rank, ep, steps=STEPS, plain=False, load=None, save=None):
     """-> the losses of all tokens, and the last norm."""
     moe, losses = sample(), []
     mesh = init_device_mesh("cpu", (rank.world_size // ep, ep), mesh_dim_names=("edp", "ep"))
@@ -32,7 +35,9 @@ def train(rank, ep, plain=False):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     else:
         optimizer = moe.make_optimizer(model, mesh["edp"].get_group(), lr=0.01)
-    for step in range(20):
+    if load:
+        checkpoint.load(load, model, optimizer)
+    for step in steps:
         x, y = (tensor.chunk(rank.world_size)[rank.rank] for tensor in batch(step))
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -45,6 +50,8 @@ def train(rank, ep, plain=False):
         mean = loss.detach() / rank.world_size
         dist.all_reduce(mean)
         losses.append(mean.item())
+    if save:
+        checkpoint.save(save, model, optimizer).result()
     return [*losses, norm.item()]
 
 
@@ -59,3 +66,11 @@ def expected(pools):
 def test_experts_train_as_in_one_process(pools, expected, world_size, ep):
     for losses in pools.run(world_size, train, ep):
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_experts_that_were_saved_on_two_ranks_go_on_where_they_are_spread_otherwise(pools, expected, tmp_path):
+    folder = tmp_path / "saved"
+    first = pools.run(4, train, 2, STEPS[:10], save=folder)[0][:-1]
+    for world_size, ep in ((2, 1), (4, 4), (1, 1)):
+        rest = pools.run(world_size, train, ep, STEPS[10:], load=folder)[0]
+        assert [*first, *rest] == pytest.approx(expected, abs=1e-5), (world_size, ep)
