@@ -20,7 +20,7 @@ OF_STAGE_3 = ["tests.variants.on_pairs_of_stage_3", "variants.per_parameter"]
 FEWER_BITS = ["variants.wire16", "variants.moments16"]
 OTHERS = ["variants.muon", "variants.finite", "variants.blocks", "variants.offload", "variants.remainder16"]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16,
-          "mixed": torch.bfloat16}  # mixed: with a norm in fp32
+          "mixed": torch.bfloat16}  # mixed: with layers in fp32
 SITUATIONS = ["unused by rank", "unused by group", "passes by group", "copy_", "data", "clip", "no_sync", "prefetch",
               "frozen", "group added", "other d"]
 SGD = {"lr": 0.2, "momentum": 0.9}
@@ -30,9 +30,9 @@ class Model(nn.Module):
     def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.late, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.to(DTYPES[dtype])
-        self.norm.to(torch.float32 if dtype == "mixed" else DTYPES[dtype])
+        self.norm, self.late, self.first = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        for layer in (self.norm, self.late, self.first):
+            layer.to(torch.float32 if dtype == "mixed" and layer is not self.first else DTYPES[dtype])
 
     def losses(self, situation, rank, step):
         """-> iterator over the loss of each backward pass of a rank in one step."""
@@ -40,7 +40,7 @@ class Model(nn.Module):
             x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(100 * rank + 10 * step + number))
             x = self.first(x.to(self.first.weight.dtype))
             if rank >= {"unused by rank": 3, "unused by group": 2}.get(situation, 0):
-                x = self.late(x)
+                x = self.late(x.to(self.late.weight.dtype))
             yield (self.norm(x.to(self.norm.weight.dtype)) - y).square().mean()
 
 
