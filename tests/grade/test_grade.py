@@ -246,7 +246,7 @@ TRAINS, SENDS, HOLDS, TELLS = "it trains as ours does", "what it sends", "what i
 WRONG_VARIANTS = {
     "per_parameter": ('[[param] for param in group["params"]]', '[group["params"]]', [SENDS]),
     "muon": ("main_param.view(param.shape)", "main_param", [TRAINS]),
-    "hybrid": ("dist.all_reduce(shard, group=self.across)", "pass", [TRAINS]),
+    "hybrid": ("shard /= dist.get_world_size(self.across)", "pass", [TRAINS]),
     "wire16": ("return torch.bfloat16", "return torch.float32", [TRAINS, SENDS]),
     "remainder16": ("self.remainder.copy_(bits)", "self.remainder.zero_()", [TRAINS]),
     "moments16": ("self.cast_moments(bucket, torch.bfloat16)", "pass", [TRAINS, HOLDS]),
