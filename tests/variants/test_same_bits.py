@@ -76,7 +76,7 @@ def trained(rank, steps, optimizer, model, scaler=None):
 def kept(model, optimizer, logged):
     """-> losses and norms, parameters, moments: a list of tensors, the same on every rank."""
     state = full_state_dict(optimizer, to_all=True)["state"]
-    moments = [value for values in state.values() for value in values.values()]
+    moments = [state[index][name] for index in sorted(state) for name in sorted(state[index])]
     return [tensor.detach() for tensor in (*sum(logged, ()), *model.parameters(), *moments)]
 
 
