@@ -103,9 +103,9 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         states = local_states(optimizer, pieces)
         groups, own_extra = packed_groups(optimizer), packed(extra, "`extra`")
-        told = Told(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+        report = Told(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
                     names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
-    everyone = all_gather(told, group)
+    everyone = all_gather(report, group)
     with errors_on_all(what, group):
         refuse_different(everyone)
     layouts = agree(optimizer, states, pieces, names, what, group)
@@ -121,7 +121,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
                     content.add((*GROUPS, number, key), value)
             trees = {name: layout.tree for name, layout in layouts.items() if not is_plain(layout.tree)}
             content.add((ABOUT,), packed({"optimizer": class_of(optimizer), "trees": trees}, "a state"))
-        add_rest_of_model(content, tensors, layouts, [theirs.model for theirs in everyone], rank)
+        add_rest_of_model(content, tensors, layouts, [of_rank.model for of_rank in everyone], rank)
         for index, piece in pieces.items():
             add_piece(content, names[index], piece, flat(states[index]), layouts[names[index]], rank)
         if asynchronous:
@@ -217,39 +217,39 @@ def names_in_groups(optimizer, names) -> list[list[str]]:
 def all_names(everyone) -> list[list[str]]:
     """Return the names of each group, of all ranks: experts of smaller process groups are on some ranks only."""
     return [list(dict.fromkeys(name for names in of_ranks for name in names))
-            for of_ranks in zip(*(theirs.names for theirs in everyone))]
+            for of_ranks in zip(*(of_rank.names for of_rank in everyone))]
 
 
 def ranks_of_experts(optimizer, names) -> dict[str, list[int]]:
     """Return the name of each parameter of a smaller process group than Chained's -> the ranks of that group."""
-    names, found = iter(names), {}
+    names, ranks_by_name = iter(names), {}
     for member, n_ranks in zip(members_of(optimizer), getattr(optimizer, "n_ranks", [0])):
         ranks = dist.get_process_group_ranks(member.process_group or dist.group.WORLD) if n_ranks else []
         for param in all_params(member):
             name = next(names)
             if n_ranks and n_ranks < optimizer.process_group.size() and not isinstance(param, DTensor):
-                found[name] = ranks
-    return found
+                ranks_by_name[name] = ranks
+    return ranks_by_name
 
 
 def refuse_different(everyone):
     """Raise CheckpointError or UnfitModel unless all ranks save the same model to the same place."""
     first, ranks_of = everyone[0], {}  # name -> ranks of its process group, if that is a smaller one
-    has_experts = any(theirs.experts for theirs in everyone)
-    for rank, theirs in enumerate(everyone):
-        if theirs.path != first.path:
-            raise CheckpointError(f"rank {rank} saves to {theirs.path}, rank 0 to {first.path}: a path with the time "
+    has_experts = any(of_rank.experts for of_rank in everyone)
+    for rank, of_rank in enumerate(everyone):
+        if of_rank.path != first.path:
+            raise CheckpointError(f"rank {rank} saves to {of_rank.path}, rank 0 to {first.path}: a path with the time "
                                   "in it must come from one rank")
-        if len(theirs.names) != len(first.names):
-            raise UnfitModel(f"rank {rank} has {len(theirs.names)} parameter groups, rank 0 has {len(first.names)}")
-        for name in theirs.model:
-            ranks = ranks_of.setdefault(name, theirs.experts.get(name))
-            if theirs.experts.get(name) != ranks:
-                raise UnfitModel(f"{name} on ranks {ranks} and {theirs.experts.get(name)} are two parameters of one "
+        if len(of_rank.names) != len(first.names):
+            raise UnfitModel(f"rank {rank} has {len(of_rank.names)} parameter groups, rank 0 has {len(first.names)}")
+        for name in of_rank.model:
+            ranks = ranks_of.setdefault(name, of_rank.experts.get(name))
+            if of_rank.experts.get(name) != ranks:
+                raise UnfitModel(f"{name} on ranks {ranks} and {of_rank.experts.get(name)} are two parameters of one "
                                  "name: give each expert its global index as name")
-        for name in dict.fromkeys([*first.model, *theirs.model]):
-            is_expert = has_experts and not (name in first.model and name in theirs.model)
-            if first.model.get(name) != theirs.model.get(name) and not is_expert:
+        for name in dict.fromkeys([*first.model, *of_rank.model]):
+            is_expert = has_experts and not (name in first.model and name in of_rank.model)
+            if first.model.get(name) != of_rank.model.get(name) and not is_expert:
                 raise UnfitModel(f"the ranks have different models: {name} isn't the same on ranks 0 and {rank}")
 
 
@@ -276,8 +276,8 @@ def add_piece(content, name, piece, values, layout, rank):
             own = slice(part.start - piece.start, part.stop - piece.start)
             param = local(piece.param).reshape(-1)[part.start : part.stop]
             content.add(("model", name), boxes(param, piece.param, part.start))
-            for path, told in layout.cut.items():
-                value = local(values[path]).reshape(*told.lead, -1)[..., own]
+            for path, entry in layout.cut.items():
+                value = local(values[path]).reshape(*entry.lead, -1)[..., own]
                 content.add((*STATE, name, *path.split(".")), boxes(value, piece.param, part.start))
     for path, (first, _) in layout.common.items():
         if first == rank:
@@ -328,7 +328,7 @@ def write(path, partial, content, group):
         everyone = all_gather(writer.fs.sums, group)
         with errors_on_all(what, group):
             if rank_and_size(group)[0] == 0:
-                finish(path, partial, {name: sums for theirs in everyone for name, sums in theirs.items()})
+                finish(path, partial, {name: sums for of_rank in everyone for name, sums in of_rank.items()})
     except (CheckpointError, KeyboardInterrupt, SystemExit):
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -391,8 +391,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         tensors = tensors_of(model)
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         stored = Stored(path, *rank_and_size(group))
-        told = Told(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
-    everyone = all_gather(told, group)
+        report = Told(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
+    everyone = all_gather(report, group)
 
     def read(items):
         """Let each rank read its `items`, key -> Boxes or None. A rank that fails is an error on all of them."""
@@ -402,9 +402,9 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
                          process_group=group, no_dist=group is None)
 
     with errors_on_all(what, group, refusal):
-        if len({theirs.path for theirs in everyone}) > 1:
+        if len({of_rank.path for of_rank in everyone}) > 1:
             raise CheckpointError("the ranks read different checkpoints")
-        stored.refuse_other_model(tensors, {name for theirs in everyone for name in theirs.model})
+        stored.refuse_other_model(tensors, {name for of_rank in everyone for name in of_rank.model})
         values = dict.fromkeys(stored.keys_of_values(names))
     read(values)
     with errors_on_all(what, group, refusal):
@@ -467,24 +467,25 @@ class Stored:
 
     def refuse_other_model(self, tensors, names_of_all):
         """Raise ForeignCheckpoint with the first difference between the model and what was saved."""
-        theirs = {key.removeprefix(self.prefix): self.keys[key] for key in self.keys if key.startswith(self.prefix)
+        saved_tensors = {key.removeprefix(self.prefix): self.keys[key]
+                         for key in self.keys if key.startswith(self.prefix)
                   and self.is_tensor(key)}
-        missing = [name for name in theirs if name not in names_of_all] if self.prefix else []
+        missing = [name for name in saved_tensors if name not in names_of_all] if self.prefix else []
         for name in [*tensors, *missing]:
             there, inside = (f"has it with shape {shape}" if shape is not None else "doesn't have it" for shape in (
-                tuple(theirs[name].size) if name in theirs else None,
+                tuple(saved_tensors[name].size) if name in saved_tensors else None,
                 tuple(tensors[name].shape) if name in tensors else None))
             if there != inside:
                 raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {there}, the model {inside}")
-            there, inside = theirs[name].properties.dtype, tensors[name].dtype
-            if there != inside and not (there.is_floating_point and inside.is_floating_point):
-                raise ForeignCheckpoint(f"it is of another model: {name} is {there} there, {inside} in the model")
+            saved_dtype, dtype = saved_tensors[name].properties.dtype, tensors[name].dtype
+            if saved_dtype != dtype and not (saved_dtype.is_floating_point and dtype.is_floating_point):
+                raise ForeignCheckpoint(f"it is of another model: {name} is {saved_dtype} there, {dtype} in the model")
 
     def refuse_other_class(self, values, ours):
         about = values.get(ABOUT)
-        theirs = about["optimizer"] if about else ours
-        if theirs != ours:
-            raise ForeignCheckpoint(f"it is of {theirs}, this optimizer is {ours}")
+        saved_optimizer = about["optimizer"] if about else ours
+        if saved_optimizer != ours:
+            raise ForeignCheckpoint(f"it is of {saved_optimizer}, this optimizer is {ours}")
 
     def keys_of_values(self, names):
         """Return the keys of everything that is no tensor, and that this rank needs to load parameters `names`."""
@@ -501,10 +502,11 @@ class Stored:
         """
         prefix = f"{path_of(GROUPS)}."
         options = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-        theirs = [options[f"{number}.params"] for number in range(len(options)) if f"{number}.params" in options]
-        if theirs:
-            if [sorted(names) for names in theirs] != [sorted(names) for names in ours_on_all]:
-                raise ForeignCheckpoint(f"its parameter groups are {summary(theirs)}, this optimizer's {summary(ours)}")
+        saved_groups = [options[f"{number}.params"] for number in range(len(options)) if f"{number}.params" in options]
+        if saved_groups:
+            if [sorted(names) for names in saved_groups] != [sorted(names) for names in ours_on_all]:
+                raise ForeignCheckpoint(f"its parameter groups are {summary(saved_groups)}, this optimizer's "
+                                        f"{summary(ours)}")
             firsts = [[str(number)] for number in range(len(ours))]
         else:
             firsts = ours  # torchtitan has a group for each parameter
@@ -596,10 +598,11 @@ def checked_files(folder, rank, world_size) -> dict[str, int]:
     sums = read_sums(folder)
     for number, (name, (n_bytes, crc)) in enumerate(sorted(sums.items())):
         with damage_of(name), opened(folder / name) as file:
-            now = os.fstat(file.fileno()).st_size
-            need(now == n_bytes, f"{n_bytes} bytes were written, now it is {now} bytes")
+            size = os.fstat(file.fileno()).st_size
+            need(size == n_bytes, f"{n_bytes} bytes were written, now it is {size} bytes")
             if number % world_size == rank:
-                need((now := checksum_of_file(file)) == crc, f"its checksum was {crc:08x}, now it is {now:08x}")
+                checksum = checksum_of_file(file)
+                need(checksum == crc, f"its checksum was {crc:08x}, now it is {checksum:08x}")
     return {name: n_bytes for name, (n_bytes, _) in sums.items()}
 
 

@@ -136,7 +136,7 @@ def agreed(optimizer, states, pieces, what, group):
     layouts = agree(optimizer, states, pieces, names, what, group)
     layouts = {index: layouts[name] for index, name in enumerate(names) if layouts.get(name) and layouts[name].tree}
     for index, layout in layouts.items():
-        stacked = [path for path, told in layout.cut.items() if told.lead]
+        stacked = [path for path, entry in layout.cut.items() if entry.lead]
         if stacked and isinstance(all_params(optimizer)[index], DTensor):
             raise ValueError(f"the state of {names[index]} has {stacked[0]}, which can't be kept: a stack of DTensors")
     return layouts
@@ -165,10 +165,11 @@ def exchange(optimizer, layouts, values, before, groups, what, group, into_param
 
 def room_for(layout, piece) -> dict:
     """Return path -> value in the state of a piece, tensors uninitialized, as `prepared` wants them."""
-    room = {path: told.value for path, (_, told) in layout.common.items()}
-    for path, told in [*layout.cut.items(), *((path, told) for path, (_, told) in layout.common.items() if told.spec)]:
-        shape = (*told.lead, *piece.main.shape) if path in layout.cut else told.spec.shape
-        tensor = torch.empty(shape, dtype=told.spec.dtype, device=piece.main.device)
+    room = {path: entry.value for path, (_, entry) in layout.common.items()}
+    common = [(path, entry) for path, (_, entry) in layout.common.items() if entry.spec]
+    for path, entry in [*layout.cut.items(), *common]:
+        shape = (*entry.lead, *piece.main.shape) if path in layout.cut else entry.spec.shape
+        tensor = torch.empty(shape, dtype=entry.spec.dtype, device=piece.main.device)
         room[path] = tensor if path == "step" else placed(tensor, piece.main)
     return room
 
@@ -177,8 +178,8 @@ def refuse_too_large(layouts, params):
     """Raise an error if there is no memory for the largest state of a whole parameter."""
     largest = {}  # device -> bytes
     for index, layout in layouts.items():
-        n_bytes = sum(math.prod(told.lead) * params[index].numel() * told.spec.dtype.itemsize
-                      for told in layout.cut.values())
+        n_bytes = sum(math.prod(entry.lead) * params[index].numel() * entry.spec.dtype.itemsize
+                      for entry in layout.cut.values())
         largest[params[index].device] = max(largest.get(params[index].device, 0), n_bytes)
     for device, n_bytes in largest.items():
         torch.empty(n_bytes, dtype=torch.uint8, device=device)
@@ -194,15 +195,15 @@ def wholes(layout, values, piece, param, group, dst=None):
     is_receiver, device, own_offsets = dst in (None, rank), param.device, offsets_of(param)
 
     def room(*shape):
-        return torch.empty(*told.lead, *shape, dtype=told.spec.dtype, device=device) if is_receiver else None
+        return torch.empty(*entry.lead, *shape, dtype=entry.spec.dtype, device=device) if is_receiver else None
 
-    for path, told in layout.cut.items():
+    for path, entry in layout.cut.items():
         whole = room(local(param).numel())
         for owner, offsets, start, stop in layout.parts:
             place = whole[..., start:stop] if is_receiver and offsets == own_offsets else None
             part = place if place is not None and place.is_contiguous() else room(stop - start)
             if owner == rank:
-                own = part_of_state(local(values[path]), told.lead, piece, start, stop).to(device).contiguous()
+                own = part_of_state(local(values[path]), entry.lead, piece, start, stop).to(device).contiguous()
                 part = own if place is None else part.copy_(own)
             send(part, owner, dst, group)
             if place is not None and part is not place:
@@ -210,10 +211,10 @@ def wholes(layout, values, piece, param, group, dst=None):
         if is_receiver:
             yield path, whole
         del whole, place, part  # before there is the next one
-    for path, (owner, told) in layout.common.items():
-        value = told.value
-        if told.spec:
-            value = torch.empty(told.spec.shape, dtype=told.spec.dtype, device=device) if is_receiver else None
+    for path, (owner, entry) in layout.common.items():
+        value = entry.value
+        if entry.spec:
+            value = torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=device) if is_receiver else None
             if owner == rank:
                 value = local(values[path]).to(device).contiguous()
             send(value, owner, dst, group)
@@ -266,9 +267,9 @@ def plan_of(optimizer, state_dict):
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
     params, states, groups = all_params(optimizer), state_dict["state"], state_dict["param_groups"]
-    theirs, ours = ([len(group["params"]) for group in those] for those in (groups, optimizer.param_groups))
-    if theirs != ours:
-        raise ValueError(f"this state_dict has groups of {theirs} parameters, this optimizer has {ours}")
+    given, own = ([len(group["params"]) for group in listed] for listed in (groups, optimizer.param_groups))
+    if given != own:
+        raise ValueError(f"this state_dict has groups of {given} parameters, this optimizer has {own}")
     if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
     schemas, layouts, values = schemas_of(optimizer, groups), {}, {}
@@ -277,9 +278,9 @@ def plan_of(optimizer, state_dict):
     for index, state in sorted(states.items()):
         piece, name, values[index] = whole_piece(params[index]), f"parameter {index}", flat(state)
         refuse_other_parts(values[index], params[index], name)
-        told = {path: told_of(value, piece) for path, value in values[index].items()}
+        entries = {path: told_of(value, piece) for path, value in values[index].items()}
         where = offsets_of(params[index]), piece.start, piece.stop
-        layouts[index] = layout_of(name, {where: (0, tree_of(state), told)}, paths_of_common(schemas[index]))
+        layouts[index] = layout_of(name, {where: (0, tree_of(state), entries)}, paths_of_common(schemas[index]))
     return (groups, layouts), values
 
 
@@ -297,8 +298,8 @@ def agreed_sources(optimizer, process_group):
     """Return parts of a rank -> who sends these; the parameter groups. Raises on every rank if it can't move."""
     error, to = None, []
     try:
-        others = None, dist.GroupMember.NON_GROUP_MEMBER
-        if not isinstance(process_group, dist.ProcessGroup) and process_group not in others:
+        no_group = None, dist.GroupMember.NON_GROUP_MEMBER
+        if not isinstance(process_group, dist.ProcessGroup) and process_group not in no_group:
             kind = type(process_group).__name__
             raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
         if dist.get_rank(process_group) >= 0:
@@ -318,8 +319,8 @@ def agreed_sources(optimizer, process_group):
     sources = {all_parts[rank]: rank for rank in firsts}
     if len(sources) < len(firsts):
         raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
-    members = [[rank for rank, theirs in enumerate(all_to) if theirs and all_parts[rank] == parts] for parts in sources]
-    if not all(members) or any(sorted(all_to[rank]) != those for those in members for rank in those):
+    members = [[rank for rank, to in enumerate(all_to) if to and all_parts[rank] == parts] for parts in sources]
+    if not all(members) or any(sorted(all_to[rank]) != ranks for ranks in members for rank in ranks):
         raise RuntimeError("reshard() to a process group must be called with it, and no other, on each of its ranks")
     if len(set(map(len, members))) > 1:
         raise RuntimeError(f"reshard() to process groups of {[*map(len, members)]} ranks: tensor-parallel ranks, which "

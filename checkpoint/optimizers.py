@@ -172,17 +172,17 @@ def check_hyperparameters(optimizer, groups):
                 raise ValueError(f"{key} of group {number} is {str(value)[:40]!r}, here it is {group[key]!r}")
 
 
-def are_alike(ours, theirs):
+def are_alike(ours, other):
     """Tell whether a value may take the place of another. None is like everything: nobody has chosen a value."""
-    if ours is None or theirs is None:
+    if ours is None or other is None:
         return True
     if isinstance(ours, (list, tuple)):
-        return isinstance(theirs, (list, tuple)) and len(ours) == len(theirs) and all(map(are_alike, ours, theirs))
-    if isinstance(ours, bool) or isinstance(theirs, bool):  # a fused kernel knows the difference
-        return type(ours) is type(theirs)
+        return isinstance(other, (list, tuple)) and len(ours) == len(other) and all(map(are_alike, ours, other))
+    if isinstance(ours, bool) or isinstance(other, bool):  # a fused kernel knows the difference
+        return type(ours) is type(other)
     if isinstance(ours, (numbers.Number, torch.Tensor)):
-        return is_number(theirs) or isinstance(theirs, (numbers.Number, torch.Tensor)) and not is_number(ours)
-    return not isinstance(ours, (str, dict)) or isinstance(theirs, str if isinstance(ours, str) else dict)
+        return is_number(other) or isinstance(other, (numbers.Number, torch.Tensor)) and not is_number(ours)
+    return not isinstance(ours, (str, dict)) or isinstance(other, str if isinstance(ours, str) else dict)
 
 
 def is_number(value):

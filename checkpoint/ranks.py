@@ -98,8 +98,8 @@ def saver_of(group, meshes=()) -> Saver:
     key = tuple(tuple(dist.get_process_group_ranks(along)) for along in groups)
     tokens = {dist.get_rank(): secrets.token_hex(8)}
     for along in list(groups)[: 1 if key in savers else None]:
-        for theirs in all_gather(tokens, along):
-            tokens = tokens | theirs
+        for of_rank in all_gather(tokens, along):
+            tokens = tokens | of_rank
     if key not in savers:
         savers[key] = Saver(new_group(sorted(tokens), tokens[min(tokens)]))
     return savers[key]
@@ -131,9 +131,9 @@ def errors_on_all(what, group, refined=lambda error: error):
     reports = all_gather(report, group)
     if caught and not isinstance(caught, Exception):
         raise caught from None
-    for rank, theirs in enumerate(reports):
-        if theirs:
-            kind, line = theirs
+    for rank, report in enumerate(reports):
+        if report:
+            kind, line = report
             raise kind(f"{what}: " + (f"rank {rank}: {line}" if len(set(reports)) > 1 else line)) from None
 
 

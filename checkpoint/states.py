@@ -132,22 +132,22 @@ def agree(optimizer, states, pieces, names, what, group) -> dict[str, Layout]:
     """
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
-    told, common = {}, {}
+    entries_of, common = {}, {}
     with errors_on_all(what, group):
         for index, piece in pieces.items():
             where = offsets_of(piece.param, names[index]), piece.start, piece.stop
             values = flat(states[index])
             refuse_unkept(values, names[index])
-            told[names[index]] = where, tree_of(states[index]), {path: told_of(value, piece)
+            entries_of[names[index]] = where, tree_of(states[index]), {path: told_of(value, piece)
                                                                 for path, value in values.items()}
         if steps_ranges(optimizer):  # whole parameters are of the whole's shape
             common = {names[index]: paths_of_common(schema) for index, schema in enumerate(schemas_of(optimizer))}
     parts = {}  # name -> {(offsets, start, stop): (the first rank that has it, what it tells)}
-    for rank, theirs in enumerate(all_gather(told, group)):
-        for name, (where, *rest) in theirs.items():
+    for rank, of_rank in enumerate(all_gather(entries_of, group)):
+        for name, (where, *rest) in of_rank.items():
             parts.setdefault(name, {}).setdefault(where, (rank, *rest))
     with errors_on_all(what, group):
-        return {name: layout_of(name, theirs, common.get(name, ())) for name, theirs in parts.items()}
+        return {name: layout_of(name, by_rank, common.get(name, ())) for name, by_rank in parts.items()}
 
 
 def refuse_unkept(values, name):
@@ -177,20 +177,21 @@ def layout_of(name, parts, common) -> Layout:
 
     `common`: paths of what isn't cut, whatever its shape says.
     """
-    layout = Layout(next((tree for _, tree, told in parts.values() if told), {}), {}, {}, parts_without_overlaps(parts))
-    for path in dict.fromkeys(path for *_, told in parts.values() for path in told):
-        have = [(rank, told[path]) for rank, _, told in parts.values() if path in told]
-        (first_rank, first), *others = have
-        is_shaped = all(theirs.lead == first.lead is not None for _, theirs in have)
+    tree = next((tree for _, tree, entries in parts.values() if entries), {})
+    layout = Layout(tree, {}, {}, parts_without_overlaps(parts))
+    for path in dict.fromkeys(path for *_, entries in parts.values() for path in entries):
+        have = [(rank, entries[path]) for rank, _, entries in parts.values() if path in entries]
+        (first_rank, first), *rest = have
+        is_shaped = all(entry.lead == first.lead is not None for _, entry in have)
         if is_shaped and path not in common:
             if len(have) < len(parts):
                 raise ValueError(f"the state of {name} has {path} for some of its elements only: some ranks "
                                  "have stepped it and others not, or cleared it")
             layout.cut[path] = first
             continue
-        for rank, theirs in others:
+        for rank, entry in rest:
             is_number = first.spec is not None and math.prod(first.spec.shape) == 1
-            if theirs.spec != first.spec or theirs[2:] != first[2:] and not is_number:
+            if entry.spec != first.spec or entry[2:] != first[2:] and not is_number:
                 raise ValueError(f"{path} in the state of {name} is another on rank {rank} than on rank "
                                  f"{first_rank}, and no tensor of the parameter's shape: it can't be put together")
         layout.common[path] = first_rank, first
@@ -202,14 +203,14 @@ def parts_without_overlaps(parts) -> list[Part]:
 
     Tensor-parallel ranks have other borders of the buckets, and so overlapping ranges of a parameter that isn't cut.
     """
-    found, end = [], None
+    disjoint, end = [], None
     for (offsets, start, stop), (rank, *_) in sorted(parts.items(), key=lambda part: part[0]):
-        if not found or found[-1].offsets != offsets:
+        if not disjoint or disjoint[-1].offsets != offsets:
             end = 0
         if stop > end:
-            found.append(Part(rank, offsets, max(start, end), stop))
+            disjoint.append(Part(rank, offsets, max(start, end), stop))
             end = stop
-    return found
+    return disjoint
 
 
 def check_states(schemas, names, states, shapes):

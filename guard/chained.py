@@ -28,8 +28,8 @@ class Together:
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
 
-    param_groups = property(lambda self: [group for one in self.optimizers for group in one.param_groups])
-    state = property(lambda self: {param: state for one in self.optimizers for param, state in one.state.items()})
+    param_groups = property(lambda self: [group for part in self.optimizers for group in part.param_groups])
+    state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
 
 
 class Chained(Together):
@@ -56,8 +56,8 @@ class Chained(Together):
         # hybrid has the same parameters across its groups
         own = [ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
                for optimizer, group in zip(optimizers, groups)]
-        self.n_ranks = [len(its) for its in own]
-        if not all(set(its) <= set(ranks) for its in own):
+        self.n_ranks = [len(part) for part in own]
+        if not all(set(part) <= set(ranks) for part in own):
             raise ValueError(f"the optimizers are for ranks {own}: no group has all others as its parts, so whose "
                              "parameters are alike can't be known")
 
@@ -109,8 +109,8 @@ class Chained(Together):
 
     # ------------------------------------------------------------------------------------ what checkpoint/ uses
 
-    optimizer = property(lambda self: Inner(one.optimizer for one in self.optimizers))
-    has_grads = property(lambda self: any(one.has_grads for one in self.optimizers))
+    optimizer = property(lambda self: Inner(part.optimizer for part in self.optimizers))
+    has_grads = property(lambda self: any(part.has_grads for part in self.optimizers))
     rank = property(lambda self: self.optimizers[0].rank)
     pass_on_hyperparameters = of_each("pass_on_hyperparameters")
     refuse_different_settings = of_each("refuse_different_settings")
@@ -122,8 +122,8 @@ class Chained(Together):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict):
-        for optimizer, its in zip(self.optimizers, state_dict["optimizers"], strict=True):
-            optimizer.load_state_dict(its)
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
 
 
 class Inner(Together):
@@ -141,5 +141,5 @@ class Inner(Together):
         for optimizer in self.optimizers:
             own = list(itertools.islice(groups, len(optimizer.param_groups)))
             places = {place for group in own for place in group["params"]}
-            state = {place: its for place, its in state_dict["state"].items() if place in places}
+            state = {place: entry for place, entry in state_dict["state"].items() if place in places}
             optimizer.load_state_dict({"state": state, "param_groups": own})

@@ -52,24 +52,24 @@ class Run:
         is time to; of some the loss is printed, for which the rank waits for the device, and for all ranks."""
         self.say_conditions()
         self.say(f"validation loss before: {self.evaluate():.4f}")
-        first = told = self.checkpoints.first_step
+        first = last_line = self.checkpoints.first_step
         n, line_every = self.args.steps, max(10, self.args.steps // LINES // 10 * 10)
-        started_at = told_at = time.perf_counter()
+        started_at = line_at = time.perf_counter()
         for step in range(first, n):
             yield step
             done = step + 1
             if done in (first + 1, n) or done % line_every == 0:
                 dist.all_reduce(self.loss_sum)
-                loss = self.loss_sum.item() / (done - told) / self.rank.world_size
-                now = time.perf_counter()  # behind item(), which waits for the device
-                seconds = (now - told_at) / (done - told)
-                told, told_at = done, now
+                loss = self.loss_sum.item() / (done - last_line) / self.rank.world_size
+                done_at = time.perf_counter()  # behind item(), which waits for the device
+                seconds = (done_at - line_at) / (done - last_line)
+                last_line, line_at = done, done_at
                 self.loss_sum.zero_()
                 speed = math.prod(self.sizes) / seconds
                 self.say(f"step {done:>{len(str(n))}}/{n}  loss {loss:.4f}  {speed:,.0f} tokens/s  "
                          f"{seconds * 1000:,.1f} ms/step")
                 if done == n:
-                    self.say(f"{n - first} steps in {now - started_at:.1f} s")
+                    self.say(f"{n - first} steps in {done_at - started_at:.1f} s")
             self.checkpoints.step_done(done)
         self.say(f"validation loss after: {self.evaluate():.4f}")
 

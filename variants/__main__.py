@@ -80,8 +80,9 @@ def saved_in(*files):
 
 def measured(kind="variants"):
     """-> {where: what was measured there, a Result}"""
-    found = [one for file in saved_in(f"bench_{kind}.json", f"network_{kind}.json") for one in file.at_all_rates()]
-    return {rate_words(one.conditions.rate) if one.conditions.rate else "one machine": one for one in found}
+    files = saved_in(f"bench_{kind}.json", f"network_{kind}.json")
+    return {rate_words(result.conditions.rate) if result.conditions.rate else "one machine": result
+            for file in files for result in file.at_all_rates()}
 
 
 def time_cell(name, base, result):

@@ -35,7 +35,7 @@ def owners(groups, world_size):
             owner_of[param] = total.index(min(total))
             total[owner_of[param]] += works[param]
         return max(total), owner_of
-    return min(dealt(works), dealt(sorted(works, key=works.get, reverse=True)), key=lambda found: found[0])[1]
+    return min(dealt(works), dealt(sorted(works, key=works.get, reverse=True)), key=lambda result: result[0])[1]
 
 
 class UnevenTransport(Transport):

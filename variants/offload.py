@@ -35,9 +35,9 @@ class HostBuffer(BucketBuffer):
             work.wait()
         if not self.parts:  # the host's own collective has put it there
             return
-        first, *others = self.parts
+        first, *rest = self.parts
         total = first.to(self.bucket.parameter.main_shard.dtype, copy=True)
-        for part in others:
+        for part in rest:
             total += part
         self.bucket.gradient.add([total.cpu()])
 

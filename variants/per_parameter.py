@@ -23,8 +23,8 @@ class ShardedOptimizer(GradBufferOptimizer):
             n_before = len(self.optimizer.param_groups)
             for params in [[param] for param in group["params"]] or [[]]:
                 super().shard([{**group, "params": params}])
-            first, *others = self.optimizer.param_groups[n_before:]
-            first["params"] += [main_param for other in others for main_param in other["params"]]
+            first, *rest = self.optimizer.param_groups[n_before:]
+            first["params"] += [main_param for part in rest for main_param in part["params"]]
             del self.optimizer.param_groups[n_before + 1 :]
 
 
