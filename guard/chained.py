@@ -50,7 +50,8 @@ class Chained(Together):
         super().__init__(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
-        agreeing = [getattr(optimizer, "_agreement_group", None) or group for optimizer, group in zip(optimizers, groups)]
+        agreeing = [getattr(optimizer, "_agreement_group", None) or group
+                    for optimizer, group in zip(optimizers, groups)]
         self._agreement_group = max(agreeing, key=dist.get_world_size)  # over which a closure's loss is averaged
         ranks = dist.get_process_group_ranks(self.process_group)
         # hybrid has the same parameters across its groups
