@@ -27,12 +27,13 @@ def bucket_layout(nbytes, dtypes, cap_bytes):
     Gradients become ready in about the reverse order of the parameters. A bucket holds whole parameters of one dtype
     and is closed when it has at least `cap_bytes`.
     """
-    buckets, filling = [], {}  # filling: dtype -> the bucket that is open for it
+    buckets, filling, filled = [], {}, dict.fromkeys(dtypes, 0)  # by dtype: the bucket that is open, and its bytes
     for index in reversed(range(len(nbytes))):
-        bucket = filling.setdefault(dtypes[index], [])
-        bucket.append(index)
-        if sum(nbytes[one] for one in bucket) >= cap_bytes:
+        filling.setdefault(dtypes[index], []).append(index)
+        filled[dtypes[index]] += nbytes[index]
+        if filled[dtypes[index]] >= cap_bytes:
             buckets.append(filling.pop(dtypes[index]))
+            filled[dtypes[index]] = 0
     return buckets + list(filling.values())
 
 

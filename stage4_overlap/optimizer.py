@@ -60,10 +60,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = [self.bucket_class([params[index] for index in indices], transport) for indices in layout]
         for dtype in dict.fromkeys(param.dtype for param in params):
             ParameterBuffer([bucket for bucket in buckets if bucket.params[0].dtype == dtype])
-        for bucket in buckets:
-            self.buckets.append(bucket)
-            self.queue.append(bucket)
-            self.bucket_of.update(dict.fromkeys(bucket.params, bucket))
+        self.buckets += buckets
+        self.queue += buckets
+        self.bucket_of.update((param, bucket) for bucket in buckets for param in bucket.params)
         self.idle = deque(self.bucket_buffer_class(self.buckets, transport) for _ in range(2))
         main_param = {param: main for bucket in buckets for param, main in bucket.main_params.items()}
         for group in groups:
