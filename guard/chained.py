@@ -70,7 +70,7 @@ class Chained(Together):
 
         Returns the loss of `closure`, averaged over all ranks.
         """
-        loss = None if closure is None else mean_loss(self, closure)
+        loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
         for optimizer in self.optimizers:
             optimizer.step(*[] if closure is None else [lambda: loss])

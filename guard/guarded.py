@@ -115,7 +115,7 @@ class Guarded(torch.optim.Optimizer):
         if param_ids(self.param_groups) != self._known_params:
             raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                                "the optimizer anew")
-        loss = None if closure is None else mean_loss(self, closure)
+        loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
         if grad_scaler is not None and found_inf(self, grad_scaler):
             self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
@@ -154,13 +154,13 @@ class Guarded(torch.optim.Optimizer):
             multiply_grads(self._averaged_params(), self._grad_factor)
 
     @property
-    def n_averaged(self):
+    def _n_averaged(self):
         """The number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
         return dist.get_world_size(self._agreement_group)
 
     @property
     def _grad_factor(self):
-        return self.n_averaged / divisor_of(self.average_over, self.n_averaged)
+        return self._n_averaged / divisor_of(self.average_over, self._n_averaged)
 
     def _refuse_late_backward(self):
         """Refuse gradients that come after the average, if they would be added to scaled ones."""
@@ -288,7 +288,8 @@ class Guarded(torch.optim.Optimizer):
                         setattr(cls, name, OfTheOptimizer(name, getattr(ours, name)))
 
 
-def mean_loss(optimizer, closure):
+def mean_loss(optimizer, closure, process_group):
+    """Return what `closure` returns, averaged over the ranks of `process_group` if it is a number or a tensor."""
     with torch.enable_grad():
         loss = closure()
     if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
@@ -296,8 +297,8 @@ def mean_loss(optimizer, closure):
     if hasattr(loss, "full_tensor"):  # a DTensor, maybe with partial sums
         loss = loss.full_tensor()
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
-    dist.all_reduce(loss, group=optimizer._agreement_group)
-    return loss / dist.get_world_size(optimizer._agreement_group)
+    dist.all_reduce(loss, group=process_group)
+    return loss / dist.get_world_size(process_group)
 
 
 Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step"  # in the error of a wrong argument

@@ -50,7 +50,7 @@ def checked_groups(optimizer, params, settings):
         stored = optimizer._refuse(named)
         check_memory(stored, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}
-        settings["average_over"] = divisor_of(optimizer.average_over, optimizer.n_averaged)
+        settings["average_over"] = divisor_of(optimizer.average_over, optimizer._n_averaged)
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"

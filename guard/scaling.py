@@ -98,7 +98,7 @@ def refuse_unseen(clip, params):
     for param in params:
         owners = [getattr(hook, "owner", type(None))()
                   for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()]
-        if any(hasattr(owner, "is_moved") and owner.is_moved(param) for owner in owners):
+        if any(hasattr(owner, "_is_moved") and owner._is_moved(param) for owner in owners):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad

@@ -85,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.grads_synced = True
 
     def step(self, closure=None):
-        loss = None if closure is None else mean_loss(self, closure)
+        loss = None if closure is None else mean_loss(self, closure, self.process_group)
         self.finish_grad_sync()
         self.step_own()
         self.sync_params()

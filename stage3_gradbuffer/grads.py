@@ -50,7 +50,7 @@ class GuardedBuffer(GradBuffer):
                 if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
                 or given.data_ptr() != view.data_ptr()]
 
-    def is_moved(self, param):
+    def _is_moved(self, param):
         return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
 
     def watch(self, param):
@@ -115,7 +115,7 @@ class GuardedBuffer(GradBuffer):
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
         for param, grad in zip(self.params, self.grads):
-            if self.is_moved(param):
+            if self._is_moved(param):
                 raise data_replaced(name_of(param, groups))
             if self.in_main_grad and not is_same(getattr(param, "main_grad", None), grad):
                 raise RuntimeError(f"main_grad of parameter {name_of(param, groups)} was replaced, or a later optimizer"

@@ -225,7 +225,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     # ----------------------------------------------------------------------------------------- parameters, and the end
 
-    def is_moved(self, param):
+    def _is_moved(self, param):
         return any(param is moved for moved in self.bucket_of[param].moved_params())
 
     def prefetch_params(self, model: torch.nn.Module) -> list:

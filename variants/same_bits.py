@@ -199,7 +199,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return contextlib.nullcontext()
 
     @property
-    def n_averaged(self):
+    def _n_averaged(self):
         """The number of leaves: `average_over`, a number, then divides their sum."""
         return self.leaves
 

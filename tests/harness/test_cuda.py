@@ -74,7 +74,7 @@ def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch):
     with FakeTensorMode():
         params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]
         for _ in configs:
-            optimizer = mock.Mock(process_group=None, average_over=None, _refuse=list,
+            optimizer = mock.Mock(process_group=None, _agreement_group=None, average_over=None, _refuse=list,
                                   make_optimizer=functools.partial(torch.optim.SGD))
             refuse.checked_groups(optimizer, params, {})
     assert devices == [(None, "cuda:1"), (None, "cuda:1"), (None, "cpu")]

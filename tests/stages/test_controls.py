@@ -18,7 +18,7 @@ class Noop(stage1_naive_broadcast.DistributedOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        return mean_loss(self, closure) if closure else None
+        return mean_loss(self, closure, self.process_group) if closure else None
 
 
 class Unsharded(stage1_naive_broadcast.DistributedOptimizer):
