@@ -29,7 +29,8 @@ def check_elementwise(make_optimizer, groups, unit=1):
 
     unit: shards start at multiples of this number of elements in a tensor, as in variants/blocks.py.
     """
-    check(make_optimizer, groups, unit, "{} is not element-wise: in shards it would step otherwise; see stage 2 ({})")
+    check(make_optimizer, groups, unit, "{} is not element-wise, in shards it would step otherwise: use stage 2, or "
+                                        "variants/muon.py for Muon ({})")
 
 
 def check_one_by_one(make_optimizer, groups):

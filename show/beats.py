@@ -161,8 +161,8 @@ BEATS = {
              "gathered = padded.new_empty", look="sync_params: padded"),
         Beat("From then on pieces of one tensor lie in another, on all ranks alike, because the shards were cut in "
              "their own order.", "self.sync_params()", -1, look="parameters"),
-        Beat("What a user sees: no error, replicas that agree, and a loss that jumps.", "return hidden", -1,
-             look="parameters"),
+        Beat("What a user sees: no error, replicas that agree, and a loss that hardly falls, or jumps.",
+             "return hidden", -1, look="parameters"),
     ),
     "3-none": (
         Beat("Here the runs part: torch's zero_grad sets param.grad to None, and the buffer still holds parameters.",
