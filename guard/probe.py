@@ -29,8 +29,7 @@ def check_elementwise(make_optimizer, groups, unit=1):
 
     unit: shards start at multiples of this number of elements in a tensor, as in variants/blocks.py.
     """
-    check(make_optimizer, groups, unit, "{} is not element-wise, in shards it would step otherwise: use stage 2, or "
-                                        "variants/muon.py for Muon ({})")
+    check(make_optimizer, groups, unit, "{} is not element-wise, shards would differ: stage 2 or variants/muon.py ({})")
 
 
 def check_one_by_one(make_optimizer, groups):
