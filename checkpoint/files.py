@@ -103,8 +103,8 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         states = local_states(optimizer, pieces)
         groups, own_extra = packed_groups(optimizer), packed(extra, "`extra`")
-        report = Told(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
-                    names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
+        report = Report(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+                        names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
     everyone = all_gather(report, group)
     with errors_on_all(what, group):
         refuse_different(everyone)
@@ -139,7 +139,7 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     return saver.last
 
 
-class Told(NamedTuple):
+class Report(NamedTuple):
     """What a rank tells the others of its model and optimizer before they save."""
 
     path: str
@@ -391,7 +391,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         tensors = tensors_of(model)
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         stored = Stored(path, *rank_and_size(group))
-        report = Told(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
+        report = Report(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
     everyone = all_gather(report, group)
 
     def read(items):
@@ -448,9 +448,10 @@ class Stored:
     def __init__(self, folder, rank, world_size):
         sizes = checked_files(folder, rank, world_size)
         self.metadata = read_metadata(folder, sizes)
-        self.checksum = checksum_of(folder / (SUMS if (folder / SUMS).exists() else METADATA))
+        has_sums = (folder / SUMS).exists()
+        self.checksum = zlib.crc32((folder / (SUMS if has_sums else METADATA)).read_bytes())
         self.keys = self.metadata.state_dict_metadata
-        if ABOUT in self.keys and not (folder / SUMS).exists():
+        if ABOUT in self.keys and not has_sums:
             raise DamagedCheckpoint(f"it is not complete: {SUMS} is missing")
         has_prefix = any(key.startswith("model.") for key in self.keys)
         self.prefix = "model." if has_prefix else ""  # torchtitan has none
@@ -638,11 +639,6 @@ def checksum_of_file(file):
     while content := file.read(CHUNK):
         crc = zlib.crc32(content, crc)
     return crc
-
-
-def checksum_of(path) -> int:
-    with open(path, "rb") as file:
-        return checksum_of_file(file)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -1,11 +1,11 @@
-"""An optimizer's state as one dict, or on other ranks: assembled from its pieces and cut again.
+"""An optimizer's state as one dict, or on other ranks: put together from its pieces and cut again.
 
-All of it goes through memory, the state of one parameter at a time. So a rank holds its old part, its new part, the
-result if it wants one, and one whole parameter. Large models go by files.
+All of it goes through memory, the state of one parameter at a time: ranks send each other pickled tensors of the CPU. A
+rank holds its old part, its new part, the result if it wants one, and one whole parameter's state a few times. Large
+models go by files.
 """
 
 import copy
-import math
 import pickle
 from typing import Any
 
@@ -18,6 +18,7 @@ from guard.schema import lead_of
 from .optimizers import (
     Piece,
     all_params,
+    as_python,
     group_of,
     indexed_groups,
     install,
@@ -26,14 +27,12 @@ from .optimizers import (
     offsets_of,
     paths_of_common,
     pieces_of,
-    placed,
     prepared,
     schemas_of,
 )
-from .ranks import all_gather, errors_on_all, rank_and_size, rank_in
-from .states import agree, check_states, filled, flat, layout_of, local_states, told_of, tree_of
+from .ranks import all_gather, errors_on_all, rank_and_size, saver_of
+from .states import agree, check_states, entry_of, filled, flat, layout_of, local_states, tree_of
 
-TAG = 2**30 - 1  # of messages to rank 0: large enough that no user has it
 NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
 
 
@@ -48,22 +47,20 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     """
     optimizer = itself(optimizer)
     refuse_several_groups(optimizer)
-    group, dst = group_of(optimizer), None if to_all else 0
-    rank = rank_in(group) if to_all else rank_and_size(group)[0]
-    if rank < 0:
+    if not to_all and rank_and_size(group_of(optimizer))[0] < 0:
         return {}
+    group = saver_of(group_of(optimizer)).group
     with errors_on_all(NOT_READ, group):
         pieces = pieces_of(optimizer)
         states = local_states(optimizer, pieces)
-    layouts = agreed(optimizer, states, pieces, NOT_READ, group)
-    params, values = all_params(optimizer), {index: flat(state) for index, state in states.items()}
+    layouts, params = agreed(optimizer, states, pieces, NOT_READ, group), all_params(optimizer)
+    dst = None if to_all else 0
     state = {}
-    for index, layout in layouts.items():
-        sent = wholes(layout, values.get(index), pieces.get(index), params[index], group, dst)
-        its_values = {path: on_cpu(whole, params[index], path in layout.cut) for path, whole in sent}
-        if dst in (None, rank):
-            state[index] = filled(layout.tree, its_values)
-    return {"state": state, "param_groups": indexed_groups(optimizer)} if dst in (None, rank) else {}
+    for index, values in whole_states(layouts, states, pieces, params, group, dst):
+        cut = {path: in_shape(values[path], params[index]) for path in layouts[index].cut}
+        state[index] = filled(layouts[index].tree, {**values, **cut})
+    is_receiver = dst in (None, rank_and_size(group)[0])
+    return {"state": state, "param_groups": indexed_groups(optimizer)} if is_receiver else {}
 
 
 @torch.no_grad()
@@ -75,10 +72,10 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     """
     optimizer = itself(optimizer)
     refuse_several_groups(optimizer)
-    group, params, plan, values = group_of(optimizer), all_params(optimizer), None, {}
-    if rank_in(group) == 0:
+    group, plan, states = saver_of(group_of(optimizer)).group, None, {}
+    if rank_and_size(group)[0] == 0:
         try:
-            plan, values = plan_of(optimizer, state_dict)
+            plan, states = plan_of(optimizer, state_dict)
             pickle.dumps(plan)  # fails now, and not while the others wait
         except Exception as error:  # the other ranks wait for the plan
             plan = error if isinstance(error, ValueError) else ValueError(f"this state_dict can't be read: {error!r}")
@@ -86,8 +83,8 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     if isinstance(plan, ValueError):
         raise plan
     groups, layouts = copy.deepcopy(plan)  # without other ranks it is the caller's own, which a step would change
-    before = {index: whole_piece(params[index]) for index in layouts}
-    exchange(optimizer, layouts, values, before, groups, NOT_LOADED, group, into_params=True)
+    pieces = {index: whole_piece(param) for index, param in enumerate(all_params(optimizer))}
+    install_states(optimizer, layouts, states, pieces, groups, NOT_LOADED, group, into_params=True)
 
 
 @torch.no_grad()
@@ -95,8 +92,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     """Move parameters and state to the ranks of `process_group`. Collective over all ranks of the program.
 
     A rank outside of `process_group` keeps the current parameters and no state; a later group may include it again.
-    What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank. For a moment each rank
-    holds one whole parameter.
+    What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
 
     In a tensor-parallel model only the data-parallel dimension moves: each rank passes the new group of ranks that have
     the same parts of DTensors as itself, and keeps its own part.
@@ -107,11 +103,11 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     optimizer = itself(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
-    params, before = all_params(optimizer), pieces_of(optimizer)
-    with errors_on_all(NOT_MOVED, None):
-        states = local_states(optimizer, before, all_main_params=True)
-    sources, groups = agreed_sources(optimizer, process_group)
-    layouts = agreed(optimizer, states, before, NOT_MOVED, None)
+    params, pieces, group = all_params(optimizer), pieces_of(optimizer), saver_of(None).group
+    with errors_on_all(NOT_MOVED, group):
+        states = local_states(optimizer, pieces, all_main_params=True)
+    sources, groups = agreed_sources(optimizer, process_group, group)
+    layouts = agreed(optimizer, states, pieces, NOT_MOVED, group)
     for index, param in enumerate(params):
         if optimizer.rank < 0:
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
@@ -119,10 +115,8 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
             offsets, shape = parts[index]
             is_own = (offsets, shape) == part_of(param)
             dist.broadcast(local(param) if is_own else local(param).new_empty(shape), src=source)
-    values = {index: flat(state) for index, state in states.items()}
-    del states  # and the memory that the parameters leave
     optimizer.move_to(process_group)
-    exchange(optimizer, layouts, values, before, groups, NOT_MOVED, None)
+    install_states(optimizer, layouts, states, pieces, groups, NOT_MOVED, group)
 
 
 def refuse_several_groups(optimizer):
@@ -142,115 +136,92 @@ def agreed(optimizer, states, pieces, what, group):
     return layouts
 
 
-def exchange(optimizer, layouts, values, before, groups, what, group, into_params=False):
-    """Install the states of `layouts`, of which this rank has `values` for its pieces `before`, and `groups`."""
-    params = all_params(optimizer)
-    with errors_on_all(what, group):  # takes all memory: what follows can't fail on one rank
-        pieces = pieces_of(optimizer)
-        rooms = {index: room_for(layouts[index], piece) for index, piece in pieces.items() if index in layouts}
-        ready = prepared(optimizer, {index: filled(layouts[index].tree, room) for index, room in rooms.items()}, groups)
-        refuse_too_large(layouts, params)
+def whole_states(layouts, states, pieces, params, group, dst=None):
+    """Iterate over (index, path -> value) of each parameter's state on rank `dst`, None: on all. Collective.
+
+    A tensor that is cut has all elements of the parameter, or of a DTensor's local part: (*lead, elements). `states`:
+    index -> what this rank has for its piece. Values are copies on the CPU.
+    """
+    rank, _ = rank_and_size(group)
     for index, layout in layouts.items():
-        for path, whole in wholes(layout, values.get(index), before.get(index), params[index], group):
-            if index in pieces and isinstance(whole, torch.Tensor):
-                elements = slice(*pieces[index][1:3]) if path in layout.cut else slice(None)
-                room = rooms[index][path]
-                room.copy_((whole[..., elements] if path in layout.cut else whole).reshape(room.shape))
-            if path == "main_param" and into_params:
-                local(params[index]).copy_(whole.view(local(params[index]).shape))
-            del whole
+        values, n_elements, offsets = {}, local(params[index]).numel(), offsets_of(params[index])
+        for part in layout.parts:
+            own = copied_part(states[index], layout, pieces[index], part) if part.rank == rank else None
+            for path, value in (passed_on(own, part.rank, dst, group) or {}).items():
+                if path not in layout.cut:
+                    values.setdefault(path, value)
+                elif part.offsets == offsets:
+                    if path not in values:
+                        values[path] = value.new_empty(*value.shape[:-1], n_elements)
+                    values[path][..., part.start : part.stop] = value
+        if dst in (None, rank):
+            yield index, values
+
+
+def copied_part(state, layout, piece, part):
+    """Return path -> value of a state, of which tensors that are cut have the elements of `part`, as (*lead, n)."""
+    own = slice(part.start - piece.start, part.stop - piece.start)
+    copies = {}
+    for path, value in flat(state).items():
+        if path in layout.cut:
+            value = local(value).reshape(*layout.cut[path].lead, -1)[..., own]
+        copies[path] = local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else as_python(value)
+    return copies
+
+
+def passed_on(value, owner, dst, group):
+    """Return the `value` of rank `owner` on rank `dst`, None: on all; None on the others. Collective."""
+    (rank, world_size), box = rank_and_size(group), [value]
+    if dst is None and world_size > 1:
+        dist.broadcast_object_list(box, group=group, group_src=owner)
+    elif owner != dst is not None and rank == owner:
+        dist.send_object_list(box, group=group, group_dst=dst)
+    elif owner != dst is not None and rank == dst:
+        dist.recv_object_list(box, group=group, group_src=owner)
+    return box[0] if dst in (None, rank) else None
+
+
+def install_states(optimizer, layouts, states, pieces, groups, what, group, into_params=False):
+    """Cut the states of `layouts`, of which this rank has `states` for `pieces`, anew, and install them and `groups`.
+
+    into_params: main parameters replace the model's parameters, too.
+    """
+    params, main_params, new_states, failure = all_params(optimizer), [], {}, None
     with errors_on_all(what, group):
+        new_pieces = pieces_of(optimizer)
+    for index, values in whole_states(layouts, states, pieces, params, group):
+        try:
+            if into_params and "main_param" in values:
+                main_params.append((local(params[index]), values["main_param"].to(params[index].dtype)))
+            if index in new_pieces:
+                new_states[index] = cut_state(values, layouts[index], new_pieces[index])
+        except Exception as error:  # the other ranks go on
+            failure = error
+    with errors_on_all(what, group):
+        if failure:
+            raise failure
+        ready = prepared(optimizer, new_states, groups)
+    with errors_on_all(what, group):
+        for param, value in main_params:
+            param.copy_(value.view(param.shape))
         install(optimizer, ready)
 
 
-def room_for(layout, piece) -> dict:
-    """Return path -> value in the state of a piece, tensors uninitialized, as `prepared` wants them."""
-    room = {path: entry.value for path, (_, entry) in layout.common.items()}
-    common = [(path, entry) for path, (_, entry) in layout.common.items() if entry.spec]
-    for path, entry in [*layout.cut.items(), *common]:
-        shape = (*entry.lead, *piece.main.shape) if path in layout.cut else entry.spec.shape
-        tensor = torch.empty(shape, dtype=entry.spec.dtype, device=piece.main.device)
-        room[path] = tensor if path == "step" else placed(tensor, piece.main)
-    return room
+def cut_state(values, layout, piece):
+    """Return the state of a piece, of the `values` of the whole parameter."""
+    own = slice(piece.start, piece.stop)
+    cut = {path: values[path][..., own].reshape(*values[path].shape[:-1], *piece.main.shape).clone()
+           for path in layout.cut}
+    return filled(layout.tree, {**values, **cut})
 
 
-def refuse_too_large(layouts, params):
-    """Raise an error if there is no memory for the largest state of a whole parameter."""
-    largest = {}  # device -> bytes
-    for index, layout in layouts.items():
-        n_bytes = sum(math.prod(entry.lead) * params[index].numel() * entry.spec.dtype.itemsize
-                      for entry in layout.cut.values())
-        largest[params[index].device] = max(largest.get(params[index].device, 0), n_bytes)
-    for device, n_bytes in largest.items():
-        torch.empty(n_bytes, dtype=torch.uint8, device=device)
-
-
-def wholes(layout, values, piece, param, group, dst=None):
-    """Return an iterator over (path, value) of a parameter's state on rank `dst`, None: on all. Collective.
-
-    A tensor that is cut has the elements of the whole parameter, or of a DTensor's local part: (*lead, elements).
-    `values`: path -> what this rank has for its `piece`.
-    """
-    rank, _ = rank_and_size(group)
-    is_receiver, device, own_offsets = dst in (None, rank), param.device, offsets_of(param)
-
-    def room(*shape):
-        return torch.empty(*entry.lead, *shape, dtype=entry.spec.dtype, device=device) if is_receiver else None
-
-    for path, entry in layout.cut.items():
-        whole = room(local(param).numel())
-        for owner, offsets, start, stop in layout.parts:
-            place = whole[..., start:stop] if is_receiver and offsets == own_offsets else None
-            part = place if place is not None and place.is_contiguous() else room(stop - start)
-            if owner == rank:
-                own = part_of_state(local(values[path]), entry.lead, piece, start, stop).to(device).contiguous()
-                part = own if place is None else part.copy_(own)
-            send(part, owner, dst, group)
-            if place is not None and part is not place:
-                place.copy_(part)
-        if is_receiver:
-            yield path, whole
-        del whole, place, part  # before there is the next one
-    for path, (owner, entry) in layout.common.items():
-        value = entry.value
-        if entry.spec:
-            value = torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=device) if is_receiver else None
-            if owner == rank:
-                value = local(values[path]).to(device).contiguous()
-            send(value, owner, dst, group)
-        if is_receiver:
-            yield path, value
-
-
-def part_of_state(value, lead, piece, start, stop):
-    """Return (*lead, stop - start): flat elements `start` to `stop`, of a tensor that has those of `piece`."""
-    flat = value if value.dim() == len(lead) + 1 else value.reshape(*lead, -1)
-    return flat if (start, stop) == piece[1:3] else flat[..., start - piece.start : stop - piece.start]
-
-
-def send(tensor, owner, dst, group):
-    """Send the tensor of rank `owner` to rank `dst`, None: to all. Collective."""
-    rank, world_size = rank_and_size(group)
-    if dst is None and world_size > 1:
-        dist.broadcast(tensor, group=group, group_src=owner)
-    elif owner != dst is not None and rank == owner:
-        dist.send(tensor, group=group, group_dst=dst, tag=TAG)
-    elif owner != dst is not None and rank == dst:
-        dist.recv(tensor, group=group, group_src=owner, tag=TAG)
-
-
-def on_cpu(whole, param, is_cut):
-    """Return a value on the CPU, in the shape of the parameter. For a DTensor, a DTensor on the device of its mesh."""
-    if not isinstance(whole, torch.Tensor):
-        return whole
-    whole = whole.cpu().clone() if whole.dim() == 0 else whole.cpu()
-    if not is_cut:
-        return whole
-    whole = whole.view((*whole.shape[:-1], *local(param).shape))
+def in_shape(value, param):
+    """Return (*lead, elements) in the shape of a parameter. For a DTensor, a DTensor on the device of its mesh."""
+    value = value.view((*value.shape[:-1], *local(param).shape))
     if not isinstance(param, DTensor):
-        return whole
+        return value
     layout = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(whole, param.device_mesh, param.placements, run_check=False, **layout)
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)
 
 
 def whole_piece(param) -> Piece:
@@ -263,7 +234,7 @@ def part_of(param):
 
 
 def plan_of(optimizer, state_dict):
-    """Return (groups, index -> Layout), index -> path -> value. Raises ValueError: they aren't this optimizer's."""
+    """Return (groups, index -> Layout), index -> state. Raises ValueError: they aren't this optimizer's."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
     params, states, groups = all_params(optimizer), state_dict["state"], state_dict["param_groups"]
@@ -272,16 +243,17 @@ def plan_of(optimizer, state_dict):
         raise ValueError(f"this state_dict has groups of {given} parameters, this optimizer has {own}")
     if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    schemas, layouts, values = schemas_of(optimizer, groups), {}, {}
+    schemas, layouts = schemas_of(optimizer, groups), {}
     check_states(schemas, [f"parameter {index}" for index in range(len(params))], states,
                  {index: param.shape for index, param in enumerate(params)})
     for index, state in sorted(states.items()):
-        piece, name, values[index] = whole_piece(params[index]), f"parameter {index}", flat(state)
-        refuse_other_parts(values[index], params[index], name)
-        entries = {path: told_of(value, piece) for path, value in values[index].items()}
+        piece, name = whole_piece(params[index]), f"parameter {index}"
+        values = flat(state)
+        refuse_other_parts(values, params[index], name)
+        entries = {path: entry_of(value, piece) for path, value in values.items()}
         where = offsets_of(params[index]), piece.start, piece.stop
         layouts[index] = layout_of(name, {where: (0, tree_of(state), entries)}, paths_of_common(schemas[index]))
-    return (groups, layouts), values
+    return (groups, layouts), states
 
 
 def refuse_other_parts(values, param, name):
@@ -294,7 +266,7 @@ def refuse_other_parts(values, param, name):
                                  f"is a {type(param).__name__}, with another part on this rank")
 
 
-def agreed_sources(optimizer, process_group):
+def agreed_sources(optimizer, process_group, group):
     """Return parts of a rank -> who sends these; the parameter groups. Raises on every rank if it can't move."""
     error, to = None, []
     try:
@@ -307,7 +279,7 @@ def agreed_sources(optimizer, process_group):
     except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
         error = refusal
     parts = tuple(part_of(param) for param in all_params(optimizer))
-    everyone = all_gather((indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error), None)
+    everyone = all_gather((indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error), group)
     all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*everyone)
     if any(errors):
         raise error or next(filter(None, errors))

@@ -4,7 +4,6 @@ A parameter's index is its place in all groups, as in torch's own state_dict.
 """
 
 import itertools
-import math
 import numbers
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from .ranks import Saver, saver_of
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable"}
 RANGE = (13,)  # the shape of a range to find out with: a number that nothing else in a state is likely to have
 TRIED: dict[tuple, Schema | None] = {}  # kind of optimizer and parameter -> what a trial has found, which takes 80 ms
-MOST_TRIED = 1000
 
 
 class Piece(NamedTuple):
@@ -36,10 +34,6 @@ class Piece(NamedTuple):
     def has_main_param(self):
         """Tell whether `main` is a parameter of its own, in fp32, and not memory of `param`."""
         return self.main.dtype != self.param.dtype
-
-
-class OfAll(Schema):
-    """The schema of one state for all parameters, as LBFGS has: its vectors have as many elements as all of them."""
 
 
 def all_params(optimizer) -> list[torch.Tensor]:
@@ -129,14 +123,9 @@ def as_python(value):
 def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     """Return what is kept of each parameter. None: nobody knows. Raises ValueError: no step works with what was saved.
     """
-    check_hyperparameters(optimizer, saved_groups or ())
     schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
     for owner, group in [(member, group) for member in members_of(optimizer) for group in member.param_groups]:
         make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
-        if isinstance(owner, torch.optim.LBFGS):  # it can't be tried with one parameter: the first one's is of all
-            of_all = OfAll({"func_evals": 0, "n_iter": 0}, False, (sum(param.numel() for param in group["params"]),))
-            schemas += [of_all, *(Schema({}, False, tuple(param.shape)) for param in group["params"][1:])]
-            continue
         options = hyperparameters(group), hyperparameters(saved)
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
@@ -145,8 +134,6 @@ def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
                 shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
             key = kind, shape, dtype, param.device
             if key not in TRIED:
-                if len(TRIED) > MOST_TRIED:  # a schedule changes what stands in groups at each save
-                    TRIED.clear()
                 TRIED[key] = schema_of(make, *options, shape, dtype, param.device)
             schemas.append(TRIED[key])
     return schemas
@@ -162,35 +149,6 @@ def paths_of_common(schema) -> set[str]:
     """Return the paths of tensors in a state that have not the parameter's shape."""
     return {".".join(map(str, path)) for path, value in leaves(schema.entries if schema else {})
             if isinstance(value, Spec) and lead_of(value.shape, schema.shape) is None}
-
-
-def check_hyperparameters(optimizer, groups):
-    """Raise ValueError if a hyperparameter in `groups` has another kind than here, such as a text for a number."""
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
-        for key, value in hyperparameters(saved).items():
-            if key in group and not are_alike(group[key], value):
-                raise ValueError(f"{key} of group {number} is {str(value)[:40]!r}, here it is {group[key]!r}")
-
-
-def are_alike(ours, other):
-    """Tell whether a value may take the place of another. None is like everything: nobody has chosen a value."""
-    if ours is None or other is None:
-        return True
-    if isinstance(ours, (list, tuple)):
-        return isinstance(other, (list, tuple)) and len(ours) == len(other) and all(map(are_alike, ours, other))
-    if isinstance(ours, bool) or isinstance(other, bool):  # a fused kernel knows the difference
-        return type(ours) is type(other)
-    if isinstance(ours, (numbers.Number, torch.Tensor)):
-        return is_number(other) or isinstance(other, (numbers.Number, torch.Tensor)) and not is_number(ours)
-    return not isinstance(ours, (str, dict)) or isinstance(other, str if isinstance(ours, str) else dict)
-
-
-def is_number(value):
-    """Tell whether `value` is a finite number, or a tensor of one element that is."""
-    try:
-        return (not isinstance(value, torch.Tensor) or value.numel() == 1) and math.isfinite(value)
-    except (OverflowError, TypeError):  # of too many digits, or complex
-        return False
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

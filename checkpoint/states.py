@@ -15,7 +15,6 @@ import torch
 from guard.schema import COMPUTABLE, LISTS, Spec, check_state, described, lead_of
 
 from .optimizers import (
-    OfAll,
     all_params,
     as_python,
     inner_of,
@@ -39,7 +38,7 @@ class Part(NamedTuple):
     stop: int
 
 
-class Told(NamedTuple):
+class Entry(NamedTuple):
     """What a rank tells the others of one value in a state."""
 
     lead: tuple | None  # of a tensor: the dimensions before those of the piece; None: it has not the piece's shape
@@ -52,8 +51,8 @@ class Layout(NamedTuple):
     """The state of a parameter, agreed on by all ranks."""
 
     tree: object  # see `tree_of`
-    cut: dict[str, Told]  # path of a tensor that is cut -> what the first rank tells of its part
-    common: dict[str, tuple[int, Told]]  # path of any other value -> the first rank that has it, and what it tells
+    cut: dict[str, Entry]  # path of a tensor that is cut -> what the first rank tells of its part
+    common: dict[str, tuple[int, Entry]]  # path of any other value -> the first rank that has it, and what it tells
     parts: list[Part]  # all elements of the parameter, each once
 
 
@@ -138,7 +137,7 @@ def agree(optimizer, states, pieces, names, what, group) -> dict[str, Layout]:
             where = offsets_of(piece.param, names[index]), piece.start, piece.stop
             values = flat(states[index])
             refuse_unkept(values, names[index])
-            entries_of[names[index]] = where, tree_of(states[index]), {path: told_of(value, piece)
+            entries_of[names[index]] = where, tree_of(states[index]), {path: entry_of(value, piece)
                                                                 for path, value in values.items()}
         if steps_ranges(optimizer):  # whole parameters are of the whole's shape
             common = {names[index]: paths_of_common(schema) for index, schema in enumerate(schemas_of(optimizer))}
@@ -159,13 +158,13 @@ def refuse_unkept(values, name):
                              f"{kind.__module__}.{kind.__qualname__}")
 
 
-def told_of(value, piece) -> Told:
+def entry_of(value, piece) -> Entry:
     if not isinstance(value, torch.Tensor):
-        return Told(None, None, None, as_python(value))
+        return Entry(None, None, None, as_python(value))
     value = local(value)
     lead = lead_of(value.shape, piece.main.shape)
     may_be_common = lead is None or value.numel() <= LARGEST_COMMON
-    return Told(lead, described(value), checksum_of(value) if may_be_common else None, None)
+    return Entry(lead, described(value), checksum_of(value) if may_be_common else None, None)
 
 
 def checksum_of(tensor) -> int:
@@ -222,4 +221,4 @@ def check_states(schemas, names, states, shapes):
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE
             if not is_tensor or main_param.shape != tuple(shape):
                 raise ValueError(f"main_param in the state of {name} is {main_param}, and none of shape {shape}")
-        check_state(schema, state, schema.shape if isinstance(schema, OfAll) else shape, name)
+        check_state(schema, state, shape, name)

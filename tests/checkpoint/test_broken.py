@@ -168,7 +168,7 @@ FORGED = {
     "the fallback of torch's": (rank_metadata, r"\.metadata is damaged"),
     "a list for metadata": (lambda *_: pickle.dumps([1, 2]), r"\.metadata is damaged"),
     "a text for a learning rate": (in_place_of("optimizer.param_groups.0.lr", saved("fast")),
-                                   "lr of group 0 is 'fast'"),
+                                   "can't step with the hyperparameters that were saved"),
     "a text for a moment": (in_place_of(MOMENT, saved("none")), "is of another optimizer"),
     "a list for what it is about": (in_place_of("about", saved([1])), "can't be loaded"),
     "another state": (lambda metadata, _: metadata.state_dict_metadata.pop(MOMENT), "is of another optimizer"),

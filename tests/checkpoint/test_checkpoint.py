@@ -307,47 +307,6 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------- other ranks
-# The pool has four; groups of some of them stand for other numbers of ranks.
-
-ROUTES = [  # (stage, ranks): two steps in each, with a checkpoint in between
-    [(STAGES[2], [0, 1, 2]), (STAGES[3], [1, 3]), (STAGES[2], [0, 1, 2, 3]), (None, [2])],
-    [(STAGES[3], [0, 1, 2]), (STAGES[2], [0, 1]), (STAGES[3], [0, 1, 2, 3]), (None, [0])],
-    [(STAGES[0], [0, 1, 2]), (STAGES[1], [0, 1]), (STAGES[3], [2, 3]), (STAGES[0], [0]), (STAGES[2], [1])],
-    [(None, [0]), (STAGES[3], [0, 1, 2, 3]), (STAGES[1], [0, 3]), (None, [1])],
-]
-
-
-def in_group(rank, ranks, function):
-    """function(process_group) on the ranks of a new group; None on the others, which wait for them."""
-    group = dist.new_group(ranks)
-    result = function(group) if rank.rank in ranks else None
-    dist.barrier()
-    return result
-
-
-@on_ranks(4, number=range(len(ROUTES)), name=OPTIMIZERS)
-def test_a_checkpoint_goes_on_in_any_stage_on_any_number_of_ranks(rank, number, name, tmp_path):
-    (cls, kwargs), route, folder = OPTIMIZERS[name], ROUTES[number], tmp_path / f"{number}{name}"
-    if name != "SGD" and rank.device.type == "cpu":
-        kwargs = {**kwargs, "fused": True}
-    plain, plain_optimizer = a_run(rank, None, cls=cls, **kwargs)
-    train(rank, plain, plain_optimizer, range(2 * len(route)))
-
-    def leg(turn, stage, group):
-        model, optimizer = a_run(rank, stage, group, seed=turn, cls=cls, **kwargs)
-        optimizer.process_group = group  # a plain torch optimizer has none
-        if turn:
-            assert checkpoint.load(checkpoint.latest(folder), model, optimizer) == {"step": 2 * turn}
-        train(rank, model, optimizer, (2 * turn, 2 * turn + 1))
-        extra, asynchronous = {"step": 2 * turn + 2}, turn % 2 == 0
-        checkpoint.save(folder / f"step-{turn}", model, optimizer, extra, asynchronous=asynchronous).result()
-        return model
-
-    for turn, (stage, ranks) in enumerate(route):
-        model = in_group(rank, ranks, lambda group: leg(turn, stage, group))
-    assert model is None or close([*model.parameters()], [*plain.parameters()])
-
-
 @on_ranks(4, stage=SHARDED, name=OPTIMIZERS)
 def test_a_live_optimizer_moves_to_other_ranks(rank, stage, name):
     """4 -> 2 -> 3 -> 4 ranks. With a scheduler, whose optimizer stays the same object."""

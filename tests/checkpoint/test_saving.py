@@ -191,13 +191,13 @@ def test_asynchronous_saves_go_on_in_a_new_process_group(stage, tmp_path):
 # What save and load call, one after the other; what only rank 0 does is named so.
 
 OF_SAVE = [(files, "names_of"), (files, "packed"), (files, "local_states"), (files, "refuse_different"),
-           (states, "told_of"), (files, "check_states"), (files, "add_piece"),
+           (states, "entry_of"), (files, "check_states"), (files, "add_piece"),
            (storage.SavePlanner, "create_local_plan"), (storage.Writer, "write_data"), (storage.SummedFile, "write")]
 OF_RANK_0 = [(files, "made_partial"), (storage.Writer, "finish"), (files, "finish"), (files, "sync_folder")]
 OF_LOAD = [(files, "names_of"), (files, "pieces_of"), (files, "checked_files"), (files, "read_metadata"),
            (storage.LoadPlanner, "create_local_plan"), (storage.Reader, "read_data"), (storage, "unpacked"),
            (files.Stored, "room_for_state"), (files, "check_states"), (files, "prepared"), (files, "install")]
-OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "room_for"), (full_state, "prepared")]  # before tensors travel
+OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "cut_state"), (full_state, "prepared")]
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("nobody thought of it"),
           RuntimeError("several\nlines")]
 
@@ -234,7 +234,7 @@ def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, c
     if stage:
         found = full(optimizer)
         with nothing_changes(model, optimizer):
-            line = line_of(lambda: full(optimizer), states, "told_of", ERRORS[0])
+            line = line_of(lambda: full(optimizer), states, "entry_of", ERRORS[0])
             assert line == f"the state can't be put together: rank {bad_rank}: too little memory"
             for module, name in OF_FULL_STATE:
                 line = line_of(lambda: load_full_state_dict(optimizer, found), module, name, ERRORS[0])

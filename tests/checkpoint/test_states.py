@@ -142,13 +142,6 @@ def test_torchs_lbfgs_goes_on(rank, tmp_path):
     checkpoint.load(tmp_path / "one", *runs[1])
     found = runs[1][1].state_dict()
     assert equal(runs[0][1].state_dict()["state"], found["state"]) and len(found["state"][0]["old_dirs"]) > 1
-    last = found["param_groups"][0]["params"][-1]
-    for of, key, wrong in ((0, "d", found["state"][0]["d"][:-1]), (0, "old_dirs", [torch.ones(2)]), (0, "n_iter", "3"),
-                           (last, "d", found["state"][0]["d"])):
-        its = {**found, "state": {**found["state"], of: {**found["state"].get(of, {}), key: wrong}}}
-        words = f"{key}.* parameter {of} is of another optimizer"
-        with nothing_changes(*runs[1]), pytest.raises(ValueError, match=words):
-            load_full_state_dict(runs[1][1], its)
     for its in runs:
         step(*its)
     assert equal(*(weights(model) for model, _ in runs))
@@ -342,10 +335,7 @@ WRONG = {
     "exchanged": (exchanged, f"exp_avg in {MISFIT}: float32 of|main_param in the state of"),
     "dtensors": (of_dtensors, "is a DTensor in this state_dict, the parameter is a Parameter"),
     "amsgrad": (group_says(amsgrad=True), "is of another optimizer: .*this one keeps .*max_exp_avg_sq"),
-    "a lr of nan": (group_says(lr=float("nan")), "lr of group 0 is 'nan', here it is 0.001"),
-    "two lrs": (group_says(lr=torch.ones(2)), "lr of group 0 is 'tensor"),
-    "an infinite decay": (group_says(weight_decay=10**400), "weight_decay of group 0 is '1000"),
-    "a number for a flag": (group_says(amsgrad=3), "amsgrad of group 0 is '3', here it is False"),
+    "a text for a number": (group_says(lr="fast"), "can't step with the hyperparameters that were saved"),
 }
 NO_MAIN_PARAM = "main_param in the state of parameter [0-9]+ is .*, and none of shape"
 MAIN_PARAMS = {what: (entry("main_param", change), NO_MAIN_PARAM) for what, change in {
