@@ -31,18 +31,18 @@ from .optimizers import (
     indexed_groups,
     inner_of,
     install,
-    itself,
     local,
     members_of,
     offsets_of,
     paths_of_common,
     pieces_of,
-    prepared,
+    prepare,
     saver_for,
     schemas_of,
+    unwrapped_optimizer,
 )
 from .ranks import Saving, all_gather, errors_on_all, first_line, rank_and_size
-from .states import agree, check_states, filled, flat, local_states, path_of
+from .states import agree, check_states, filled, flat, joined, local_states
 from .storage import (
     METADATA,
     Boxes,
@@ -50,12 +50,12 @@ from .storage import (
     Reader,
     SavePlanner,
     Writer,
-    boxes,
     is_count,
     need,
     packed,
+    range_boxes,
     read_metadata,
-    whole,
+    tensor_boxes,
 )
 
 SUMS = "checksums.json"  # file -> [bytes, CRC-32]
@@ -64,19 +64,20 @@ STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
 ABOUT = "about"  # key of what `load` needs, and other programs don't
 CHUNK = 2**20  # bytes that are read at once
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
-RUN = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # the same when torchrun starts the ranks again
-RUN = f"{zlib.crc32(RUN.encode()):08x}" if RUN != "none" else secrets.token_hex(4)
+RUN_ID = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # the same when torchrun starts the ranks again
+RUN = secrets.token_hex(4) if RUN_ID == "none" else f"{zlib.crc32(RUN_ID.encode()):08x}"
 OWN_PARTIALS = set()  # names of folders that this process has made
 
 
 @torch.no_grad()
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
          *, asynchronous: bool = False) -> Future[None]:
-    """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective; of a tensor-parallel
-    model over all ranks of its mesh.
+    """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
+
+    With tensor parallelism all ranks of the mesh call it.
 
     Args:
-        path: a folder that doesn't exist, where all ranks can write; until it does, there is a "….partial" beside it.
+        path: doesn't exist yet, and lies where all ranks can write. Until it exists there is a "….partial" beside it.
         model: its parameters and buffers are saved by name, and the optimizer's state by those names. What is not the
             optimizer's is saved as the first rank has it.
         optimizer: a DistributedOptimizer of any stage, guard.chained.Chained, or a torch optimizer, which must not be
@@ -85,19 +86,19 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
             dicts, lists, tuples and sets of these. What parameter groups hold must be like that too.
         asynchronous: copy everything to the CPU, wait for the save before, and write while training goes on.
 
-    Returns a Future: `.result()` waits, and raises what went wrong; call that of the last one before
-    destroy_process_group(). Where nobody does, the next save raises it, or a line says it when Python ends.
+    Returns a Future: `.result()` waits, and raises what went wrong. Call it before destroy_process_group(). If nobody
+    does, the next save raises the error, or Python prints it when it ends.
 
     Raises, on every rank:
         UnfitModel: `optimizer` is of another model, or the model's state_dict() has copies, or an extra state.
         CheckpointError: `path` exists or can't be written, something can't be read again, an earlier save has failed.
         RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
     """
-    optimizer = itself(optimizer)
-    saver, what = saver_for(optimizer), f"checkpoint {path} can't be written"
+    optimizer = unwrapped_optimizer(optimizer)
+    saver, error_prefix = saver_for(optimizer), f"checkpoint {path} can't be written"
     group = saver.group
     saver.finish_last()
-    with errors_on_all(what, group):
+    with errors_on_all(error_prefix, group):
         path, model = Path(path), unwrapped(model)
         tensors = tensors_of(model)
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
@@ -105,28 +106,28 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         groups, own_extra = packed_groups(optimizer), packed(extra, "`extra`")
         report = Report(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
                         names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
-    everyone = all_gather(report, group)
-    with errors_on_all(what, group):
-        refuse_different(everyone)
-    layouts = agree(optimizer, states, pieces, names, what, group)
+    reports = all_gather(report, group)
+    with errors_on_all(error_prefix, group):
+        refuse_different(reports)
+    layouts = agree(optimizer, states, pieces, names, error_prefix, group)
     rank, _ = rank_and_size(group)
-    with errors_on_all(what, group):
+    with errors_on_all(error_prefix, group):
         check_states(schemas_of(optimizer), names, states, {index: piece.main.shape for index, piece in pieces.items()})
         content = Content({}, {})
         content.add(("extra", str(rank)), own_extra)
         if rank == 0:
             for number, options in enumerate(groups):
-                options["params"] = packed(all_names(everyone)[number], "names")
+                options["params"] = packed(all_names(reports)[number], "names")
                 for key, value in options.items():
                     content.add((*GROUPS, number, key), value)
-            trees = {name: layout.tree for name, layout in layouts.items() if not is_plain(layout.tree)}
+            trees = {name: layout.tree for name, layout in layouts.items() if not is_flat(layout.tree)}
             content.add((ABOUT,), packed({"optimizer": class_of(optimizer), "trees": trees}, "a state"))
-        add_rest_of_model(content, tensors, layouts, [of_rank.model for of_rank in everyone], rank)
+        add_rest_of_model(content, tensors, layouts, [report.model for report in reports], rank)
         for index, piece in pieces.items():
             add_piece(content, names[index], piece, flat(states[index]), layouts[names[index]], rank)
         if asynchronous:
             content.copy_to_cpu()
-    with errors_on_all(what, group):
+    with errors_on_all(error_prefix, group):
         partial = made_partial(path) if rank == 0 else None
     partial = path.with_name(all_gather(partial, group)[0])
     if not asynchronous:
@@ -140,22 +141,22 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 class Report(NamedTuple):
-    """What a rank tells the others of its model and optimizer before they save."""
+    """What a rank tells the others of its model and optimizer before they save or load."""
 
-    path: str
+    source: str | int  # the path; of a checkpoint that is loaded, the checksum of its checksums
     model: dict  # name -> shape, dtype
     names: list[list[str]]  # of the parameters in each group
-    experts: dict  # name of a parameter of a smaller process group -> the ranks of that
+    experts: dict  # name of a parameter of a smaller process group -> the ranks of that group
 
 
 class Content(NamedTuple):
-    """What this rank writes: key -> Boxes or bytes; key -> place in nested dicts, for torch's converters."""
+    """What this rank writes."""
 
-    items: dict
-    paths: dict
+    items: dict  # key -> Boxes or bytes
+    paths: dict  # key -> the keys that lead to it in nested dicts, for torch's converters
 
     def add(self, path, value):
-        self.items[path_of(path)], self.paths[path_of(path)] = value, path
+        self.items[joined(path)], self.paths[joined(path)] = value, path
 
     def copy_to_cpu(self):
         for key, value in self.items.items():
@@ -189,7 +190,7 @@ def tensors_of(model) -> dict[str, torch.Tensor]:
             raise UnfitModel(f"{name} in model.state_dict() is a {kind}, and no tensor: pass it as `extra`")
         if value.layout != torch.strided:
             raise UnfitModel(f"{name} in model.state_dict() is {value.layout}, which isn't kept here")
-        offsets_of(value, name)  # or the error that says how it can't be cut
+        offsets_of(value, name)  # raises an error if the DTensor isn't one box
     return tensors
 
 
@@ -214,46 +215,46 @@ def names_in_groups(optimizer, names) -> list[list[str]]:
     return [[names[index] for index in group["params"]] for group in indexed_groups(optimizer)]
 
 
-def all_names(everyone) -> list[list[str]]:
+def all_names(reports) -> list[list[str]]:
     """Return the names of each group, of all ranks: experts of smaller process groups are on some ranks only."""
-    return [list(dict.fromkeys(name for names in of_ranks for name in names))
-            for of_ranks in zip(*(of_rank.names for of_rank in everyone))]
+    return [list(dict.fromkeys(name for names in names_by_rank for name in names))
+            for names_by_rank in zip(*(report.names for report in reports))]
 
 
 def ranks_of_experts(optimizer, names) -> dict[str, list[int]]:
-    """Return the name of each parameter of a smaller process group than Chained's -> the ranks of that group."""
+    """Map the names of parameters whose process group is smaller than Chained's to the ranks of that group."""
     names, ranks_by_name = iter(names), {}
-    for member, n_ranks in zip(members_of(optimizer), getattr(optimizer, "n_ranks", [0])):
-        ranks = dist.get_process_group_ranks(member.process_group or dist.group.WORLD) if n_ranks else []
-        for param in all_params(member):
-            name = next(names)
-            if n_ranks and n_ranks < optimizer.process_group.size() and not isinstance(param, DTensor):
+    for member, n_ranks in zip(members_of(optimizer), getattr(optimizer, "n_ranks", ())):  # only Chained has these
+        ranks = dist.get_process_group_ranks(member.process_group or dist.group.WORLD)
+        for param, name in zip(all_params(member), names):
+            if n_ranks < optimizer.process_group.size() and not isinstance(param, DTensor):
                 ranks_by_name[name] = ranks
     return ranks_by_name
 
 
-def refuse_different(everyone):
+def refuse_different(reports):
     """Raise CheckpointError or UnfitModel unless all ranks save the same model to the same place."""
-    first, ranks_of = everyone[0], {}  # name -> ranks of its process group, if that is a smaller one
-    has_experts = any(of_rank.experts for of_rank in everyone)
-    for rank, of_rank in enumerate(everyone):
-        if of_rank.path != first.path:
-            raise CheckpointError(f"rank {rank} saves to {of_rank.path}, rank 0 to {first.path}: a path with the time "
-                                  "in it must come from one rank")
-        if len(of_rank.names) != len(first.names):
-            raise UnfitModel(f"rank {rank} has {len(of_rank.names)} parameter groups, rank 0 has {len(first.names)}")
-        for name in of_rank.model:
-            ranks = ranks_of.setdefault(name, of_rank.experts.get(name))
-            if of_rank.experts.get(name) != ranks:
-                raise UnfitModel(f"{name} on ranks {ranks} and {of_rank.experts.get(name)} are two parameters of one "
+    first, ranks_by_name = reports[0], {}  # name -> ranks of its process group, or None: that of all ranks
+    has_experts = any(report.experts for report in reports)
+    for rank, report in enumerate(reports):
+        if report.source != first.source:
+            raise CheckpointError(f"rank {rank} saves to {report.source}, rank 0 to {first.source}: a path with the "
+                                  "time in it must come from one rank")
+        if len(report.names) != len(first.names):
+            raise UnfitModel(f"rank {rank} has {len(report.names)} parameter groups, rank 0 has {len(first.names)}")
+        for name in report.model:
+            ranks = report.experts.get(name)
+            first_ranks = ranks_by_name.setdefault(name, ranks)
+            if ranks != first_ranks:
+                raise UnfitModel(f"{name} on ranks {first_ranks} and {ranks} are two parameters of one "
                                  "name: give each expert its global index as name")
-        for name in dict.fromkeys([*first.model, *of_rank.model]):
-            is_expert = has_experts and not (name in first.model and name in of_rank.model)
-            if first.model.get(name) != of_rank.model.get(name) and not is_expert:
+        for name in dict.fromkeys([*first.model, *report.model]):
+            is_expert = has_experts and not (name in first.model and name in report.model)
+            if first.model.get(name) != report.model.get(name) and not is_expert:
                 raise UnfitModel(f"the ranks have different models: {name} isn't the same on ranks 0 and {rank}")
 
 
-def is_plain(tree):
+def is_flat(tree):
     return isinstance(tree, dict) and not any(tree.values())
 
 
@@ -266,43 +267,44 @@ def add_rest_of_model(content, tensors, layouts, models, rank):
     for name, tensor in tensors.items():
         first = next(owner for owner, model in enumerate(models) if name in model)
         if name not in layouts and (first == rank or isinstance(tensor, DTensor)):
-            content.add(("model", name), whole(tensor))
+            content.add(("model", name), tensor_boxes(tensor))
 
 
 def add_piece(content, name, piece, values, layout, rank):
-    """Add the parts of a parameter and its state of which this rank is the first that has them."""
+    """Add the parts of a parameter and its state that no lower rank has."""
     for part in layout.parts:
         if part.rank == rank:
             own = slice(part.start - piece.start, part.stop - piece.start)
             param = local(piece.param).reshape(-1)[part.start : part.stop]
-            content.add(("model", name), boxes(param, piece.param, part.start))
+            content.add(("model", name), range_boxes(param, piece.param, part.start))
             for path, entry in layout.cut.items():
                 value = local(values[path]).reshape(*entry.lead, -1)[..., own]
-                content.add((*STATE, name, *path.split(".")), boxes(value, piece.param, part.start))
+                content.add((*STATE, name, *path.split(".")), range_boxes(value, piece.param, part.start))
     for path, (first, _) in layout.common.items():
         if first == rank:
             value = values[path]
-            content.add((*STATE, name, *path.split(".")),
-                        whole(value) if isinstance(value, torch.Tensor) else packed(value, f"the state of {name}"))
+            is_tensor = isinstance(value, torch.Tensor)
+            saved = tensor_boxes(value) if is_tensor else packed(value, f"the state of {name}")
+            content.add((*STATE, name, *path.split(".")), saved)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
 def made_partial(path) -> str:
-    """Make the folder in which `path` is written until it is complete. Return its name. On the first rank.
+    """Make the folder in which `path` is written until it is complete. Return its name. Only the first rank calls this.
 
     Removes what this run has left in the folder when it was killed, and no other run's.
     """
     if path.parent.is_file():
         raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is no folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = f"{RUN}-{dist.get_rank() if dist.is_initialized() else 0}-"
-    for left in path.parent.glob(f"*.{own}????????.partial"):
+    run_and_rank = f"{RUN}-{dist.get_rank() if dist.is_initialized() else 0}"
+    for left in path.parent.glob(f"*.{run_and_rank}-*.partial"):
         if left.name not in OWN_PARTIALS:
             shutil.rmtree(left, ignore_errors=True)
     refuse_existing(path)
-    partial = path.with_name(f"{path.name}.{own}{secrets.token_hex(4)}.partial")
+    partial = path.with_name(f"{path.name}.{run_and_rank}-{secrets.token_hex(4)}.partial")
     OWN_PARTIALS.add(partial.name)
     partial.mkdir()
     return partial.name
@@ -315,20 +317,20 @@ def refuse_existing(path):
 
 def write(path, partial, content, group):
     """Write what this rank has to `partial`, then the checksums, and give the folder its name. Collective."""
-    what = f"checkpoint {path} can't be written"
+    error_prefix = f"checkpoint {path} can't be written"
     writer, planner = Writer(partial), SavePlanner(*content)
     try:
-        with errors_on_all(what, group):
+        with errors_on_all(error_prefix, group):
             if not partial.is_dir():
                 words = "the folder that rank 0 has made isn't here: all need the same folder"
                 raise FileNotFoundError(errno.ENOENT, words)
-        with errors_on_all(what, group):
+        with errors_on_all(error_prefix, group):
             with quiet(group):
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-        everyone = all_gather(writer.fs.sums, group)
-        with errors_on_all(what, group):
+        all_sums = all_gather(writer.fs.sums, group)
+        with errors_on_all(error_prefix, group):
             if rank_and_size(group)[0] == 0:
-                finish(path, partial, {name: sums for of_rank in everyone for name, sums in of_rank.items()})
+                finish(path, partial, {name: sums for sums_of_rank in all_sums for name, sums in sums_of_rank.items()})
     except (CheckpointError, KeyboardInterrupt, SystemExit):
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -371,7 +373,7 @@ def write_behind(saving, *args):
 
 @torch.no_grad()
 def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Collective. -> `extra` as it was saved.
+    """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Return `extra`. Collective.
 
     On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Everything
     is read before anything is changed: for that moment each rank has the model a second time, on the CPU. A checkpoint
@@ -382,53 +384,53 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         ForeignCheckpoint: it is of another model or optimizer, or of version 0.2 of this program.
         CheckpointError: anything else.
     """
-    optimizer = itself(optimizer)
-    saver, what = saver_for(optimizer), f"checkpoint {path} can't be loaded"
+    optimizer = unwrapped_optimizer(optimizer)
+    saver, error_prefix = saver_for(optimizer), f"checkpoint {path} can't be loaded"
     group = saver.group
     wait([saver.last])
-    with errors_on_all(what, group, refusal):
+    with errors_on_all(error_prefix, group, refusal):
         path, model = Path(path), unwrapped(model)
         tensors = tensors_of(model)
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         stored = Stored(path, *rank_and_size(group))
         report = Report(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
-    everyone = all_gather(report, group)
+    reports = all_gather(report, group)
 
     def read(items):
         """Let each rank read its `items`, key -> Boxes or None. A rank that fails is an error on all of them."""
-        with errors_on_all(what, group, refusal):
+        with errors_on_all(error_prefix, group, refusal):
             with quiet(group):
                 dcp.load({}, storage_reader=Reader(path, stored.metadata), planner=LoadPlanner(items),
                          process_group=group, no_dist=group is None)
 
-    with errors_on_all(what, group, refusal):
-        if len({of_rank.path for of_rank in everyone}) > 1:
+    with errors_on_all(error_prefix, group, refusal):
+        if len({report.source for report in reports}) > 1:
             raise CheckpointError("the ranks read different checkpoints")
-        stored.refuse_other_model(tensors, {name for of_rank in everyone for name in of_rank.model})
+        stored.refuse_other_model(tensors, {name for report in reports for name in report.model})
         values = dict.fromkeys(stored.keys_of_values(names))
     read(values)
-    with errors_on_all(what, group, refusal):
+    with errors_on_all(error_prefix, group, refusal):
         stored.refuse_other_class(values, class_of(optimizer))
-        groups = stored.groups(values, names_in_groups(optimizer, names), all_names(everyone))
+        groups = stored.groups(values, names_in_groups(optimizer, names), all_names(reports))
         schemas = schemas_of(optimizer, groups)
         new_tensors, items = {}, {}
         for name, tensor in tensors.items():
             if id(tensor) not in new_tensors:  # tied ones once, by the first of their names
                 value = torch.empty(local(tensor).shape, dtype=tensor.dtype, device="cpu")
                 new_tensors[id(tensor)] = local(tensor), value
-                items[stored.key_of_tensor(name, tensor.dtype)] = whole(value, tensor)
+                items[stored.key_of_tensor(name, tensor.dtype)] = tensor_boxes(value, tensor)
     read(items)
-    with errors_on_all(what, group, refusal):
+    with errors_on_all(error_prefix, group, refusal):
         items, new_states = {}, {}  # key -> Boxes; index -> path -> value
         for index, piece in pieces.items():
             common = paths_of_common(schemas[index])
             new_states[index] = stored.room_for_state(names[index], piece, common, values, items)
     read(items)
-    with errors_on_all(what, group, refusal):
+    with errors_on_all(error_prefix, group, refusal):
         states = {index: stored.state(names[index], state, values) for index, state in new_states.items()}
         check_states(schemas, names, states, {index: piece.main.shape for index, piece in pieces.items()})
-        ready = prepared(optimizer, states, groups)
-    with errors_on_all(what, group):
+        ready = prepare(optimizer, states, groups)
+    with errors_on_all(error_prefix, group):
         for tensor, value in new_tensors.values():
             tensor.copy_(value)
         install(optimizer, ready)
@@ -439,7 +441,8 @@ class Stored:
     """What is in a checkpoint, of this program or of FSDP2 or torchtitan, which have other names for some of it.
 
     Attributes:
-        metadata: what DCP knows of it; `keys` are those of all tensors and values in it.
+        metadata: DCP's.
+        keys: of all tensors and values -> what DCP knows of each.
         checksum: to know whether all ranks read the same.
         states: name of a parameter -> path of a value in its state -> key.
         key_of_extra: of this rank's `extra`, or of rank 0's.
@@ -460,68 +463,68 @@ class Stored:
         self.states, paths = {}, self.metadata.planner_data or {}
         for key in [key for key in self.keys if key.startswith("optimizer.state.")]:
             path = paths.get(key, ())
-            name, *path = path[2:] if path[:2] == STATE else key.removeprefix("optimizer.state.").rsplit(".", 1)
-            self.states.setdefault(name, {})[path_of(path)] = key
+            if path[:2] != STATE:  # torchtitan's
+                path = *STATE, *key.removeprefix("optimizer.state.").rsplit(".", 1)
+            _, _, name, *path_in_state = path
+            self.states.setdefault(name, {})[joined(path_in_state)] = key
 
     def is_tensor(self, key):
         return isinstance(self.keys[key], TensorStorageMetadata)
 
     def refuse_other_model(self, tensors, names_of_all):
         """Raise ForeignCheckpoint with the first difference between the model and what was saved."""
-        saved_tensors = {key.removeprefix(self.prefix): self.keys[key]
-                         for key in self.keys if key.startswith(self.prefix)
-                  and self.is_tensor(key)}
+        saved_tensors = {key.removeprefix(self.prefix): self.keys[key] for key in self.keys
+                         if key.startswith(self.prefix) and self.is_tensor(key)}
         missing = [name for name in saved_tensors if name not in names_of_all] if self.prefix else []
         for name in [*tensors, *missing]:
-            there, inside = (f"has it with shape {shape}" if shape is not None else "doesn't have it" for shape in (
-                tuple(saved_tensors[name].size) if name in saved_tensors else None,
-                tuple(tensors[name].shape) if name in tensors else None))
-            if there != inside:
-                raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {there}, the model {inside}")
+            saved_shape = tuple(saved_tensors[name].size) if name in saved_tensors else None
+            model_shape = tuple(tensors[name].shape) if name in tensors else None
+            if saved_shape != model_shape:
+                raise ForeignCheckpoint(f"it is of another model: {name}: the checkpoint {shape_words(saved_shape)}, "
+                                        f"the model {shape_words(model_shape)}")
             saved_dtype, dtype = saved_tensors[name].properties.dtype, tensors[name].dtype
             if saved_dtype != dtype and not (saved_dtype.is_floating_point and dtype.is_floating_point):
                 raise ForeignCheckpoint(f"it is of another model: {name} is {saved_dtype} there, {dtype} in the model")
 
-    def refuse_other_class(self, values, ours):
-        about = values.get(ABOUT)
-        saved_optimizer = about["optimizer"] if about else ours
-        if saved_optimizer != ours:
-            raise ForeignCheckpoint(f"it is of {saved_optimizer}, this optimizer is {ours}")
+    def refuse_other_class(self, values, own_class):
+        saved_class = values[ABOUT]["optimizer"] if ABOUT in values else own_class
+        if saved_class != own_class:
+            raise ForeignCheckpoint(f"it is of {saved_class}, this optimizer is {own_class}")
 
     def keys_of_values(self, names):
         """Return the keys of everything that is no tensor, and that this rank needs to load parameters `names`."""
         for key in self.keys:
-            if not self.is_tensor(key) and (key in (ABOUT, self.key_of_extra) or key.startswith(f"{path_of(GROUPS)}.")):
+            if not self.is_tensor(key) and (key in (ABOUT, self.key_of_extra) or key.startswith(f"{joined(GROUPS)}.")):
                 yield key
         for name in names:
             yield from (key for key in self.states.get(name, {}).values() if not self.is_tensor(key))
 
-    def groups(self, values, ours, ours_on_all) -> list[dict]:
+    def groups(self, values, own_names, names_on_all_ranks) -> list[dict]:
         """Return the hyperparameters of each group. Raises ForeignCheckpoint: other parameters are in the groups.
 
-        `ours`: names of the parameters in the groups of this optimizer; `ours_on_all`: of all ranks.
+        `own_names`: of the parameters in each group of this rank's optimizer; `names_on_all_ranks`: of all ranks'.
         """
-        prefix = f"{path_of(GROUPS)}."
+        prefix = f"{joined(GROUPS)}."
         options = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
         saved_groups = [options[f"{number}.params"] for number in range(len(options)) if f"{number}.params" in options]
         if saved_groups:
-            if [sorted(names) for names in saved_groups] != [sorted(names) for names in ours_on_all]:
+            if [sorted(names) for names in saved_groups] != [sorted(names) for names in names_on_all_ranks]:
                 raise ForeignCheckpoint(f"its parameter groups are {summary(saved_groups)}, this optimizer's "
-                                        f"{summary(ours)}")
-            firsts = [[str(number)] for number in range(len(ours))]
+                                        f"{summary(own_names)}")
+            prefixes_by_group = [[str(number)] for number in range(len(own_names))]
         else:
-            firsts = ours  # torchtitan has a group for each parameter
+            prefixes_by_group = own_names  # torchtitan has a group for each parameter
         groups = []
-        for names in firsts:
-            of_each = [{key.removeprefix(f"{name}."): value for key, value in options.items()
-                        if key.startswith(f"{name}.")} for name in names] or [{}]
-            if any(repr(group) != repr(of_each[0]) for group in of_each):
-                raise ForeignCheckpoint(f"the parameters of one group, {summary([names])}, were in several groups")
-            groups.append({key: value for key, value in of_each[0].items() if key not in ("params", "param_names")})
+        for prefixes in prefixes_by_group:
+            saved = [{key.removeprefix(f"{prefix}."): value for key, value in options.items()
+                      if key.startswith(f"{prefix}.")} for prefix in prefixes] or [{}]
+            if any(repr(group) != repr(saved[0]) for group in saved):  # repr: values may be tensors, or nan
+                raise ForeignCheckpoint(f"the parameters of one group, {summary([prefixes])}, were in several groups")
+            groups.append({key: value for key, value in saved[0].items() if key not in ("params", "param_names")})
         return groups
 
     def key_of_tensor(self, name, dtype):
-        """Return the key of a tensor of the model: of its main parameter, if that would be rounded twice otherwise."""
+        """Return the key of a tensor of the model, or of its fp32 main parameter, so that it is rounded once only."""
         key, main = f"{self.prefix}{name}", self.states.get(name, {}).get("main_param")
         if main and self.keys[key].properties.dtype != dtype and self.keys[main].size == self.keys[key].size:
             return main
@@ -546,20 +549,19 @@ class Stored:
                 dtype = piece.main.dtype
             if lead is None or path in common:
                 state[path] = torch.empty(size, dtype=dtype, device="cpu")
-                items[key] = whole(state[path])
+                items[key] = tensor_boxes(state[path])
             else:
                 state[path] = torch.empty((*lead, *piece.main.shape), dtype=dtype, device="cpu")
-                items[key] = boxes(state[path].view(*lead, -1), piece.param, piece.start)
+                items[key] = range_boxes(state[path].view(*lead, -1), piece.param, piece.start)
         return state
 
     def state(self, name, state, values):
         """Return a state with its dicts and lists, of its values by path."""
-        trees = (values.get(ABOUT) or {"trees": {}})["trees"]
+        trees = values[ABOUT]["trees"] if ABOUT in values else {}
         tree = dict(trees.get(name) or dict.fromkeys(state))
+        tree.pop("main_param", None)  # where it was saved is known, and where it is needed may be another matter
         if "main_param" in state:
             tree["main_param"] = None
-        elif name in trees:
-            tree.pop("main_param", None)
         return filled(tree, state)
 
 
@@ -570,6 +572,10 @@ def quiet(group):
         if group is None:
             warnings.simplefilter("ignore", UserWarning)
         yield
+
+
+def shape_words(shape):
+    return "doesn't have it" if shape is None else f"has it with shape {shape}"
 
 
 def summary(groups):
@@ -584,7 +590,7 @@ def refusal(error):
 
 
 def checked_files(folder, rank, world_size) -> dict[str, int]:
-    """Return file -> its number of bytes, of all files of a checkpoint. This rank sums up its share of them.
+    """Return file -> its number of bytes, of all files of a checkpoint. This rank checks the sums of its share of them.
 
     Raises DamagedCheckpoint: one is missing or was changed. ForeignCheckpoint: version 0.2 has written it.
     """
@@ -598,7 +604,7 @@ def checked_files(folder, rank, world_size) -> dict[str, int]:
         return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     sums = read_sums(folder)
     for number, (name, (n_bytes, crc)) in enumerate(sorted(sums.items())):
-        with damage_of(name), opened(folder / name) as file:
+        with naming_damage(name), opened(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             need(size == n_bytes, f"{n_bytes} bytes were written, now it is {size} bytes")
             if number % world_size == rank:
@@ -608,7 +614,7 @@ def checked_files(folder, rank, world_size) -> dict[str, int]:
 
 
 def read_sums(folder):
-    with damage_of(SUMS), opened(folder / SUMS) as file:
+    with naming_damage(SUMS), opened(folder / SUMS) as file:
         sums = json.load(file)
         need(type(sums) is dict, "it is no dict")
         for name, (n_bytes, crc) in sums.items():
@@ -618,7 +624,7 @@ def read_sums(folder):
 
 
 @contextlib.contextmanager
-def damage_of(name):
+def naming_damage(name):
     try:
         yield
     except FileNotFoundError:
@@ -628,7 +634,7 @@ def damage_of(name):
 
 
 def opened(path):
-    """Return the open file. Raises ValueError if it is a link, or no regular file, which one might wait for."""
+    """Return the open file. Raises ValueError if it is a link, or not regular: opening a FIFO would wait."""
     need(not path.is_symlink(), "it is a link")
     need(path.is_file() or not path.exists(), "it is no regular file")
     return open(path, "rb")

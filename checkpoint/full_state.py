@@ -22,16 +22,16 @@ from .optimizers import (
     group_of,
     indexed_groups,
     install,
-    itself,
     local,
     offsets_of,
     paths_of_common,
     pieces_of,
-    prepared,
+    prepare,
     schemas_of,
+    unwrapped_optimizer,
 )
 from .ranks import all_gather, errors_on_all, rank_and_size, saver_of
-from .states import agree, check_states, entry_of, filled, flat, layout_of, local_states, tree_of
+from .states import PieceReport, agree, check_states, entry_of, filled, flat, layout_of, local_states, tree_of
 
 NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
 
@@ -45,7 +45,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
 
     Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
-    optimizer = itself(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
     if not to_all and rank_and_size(group_of(optimizer))[0] < 0:
         return {}
@@ -70,7 +70,7 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     Load the model first, because main parameters start from the 16-bit parameters if there is no "main_param". Raises
     ValueError on every rank, before anything is changed, if the state_dict is from another model or optimizer.
     """
-    optimizer = itself(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
     group, plan, states = saver_of(group_of(optimizer)).group, None, {}
     if rank_and_size(group)[0] == 0:
@@ -100,7 +100,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     Raises TypeError on every rank if the optimizer is not of stage 3 or 4; RuntimeError between backward() and step(),
     or if ranks with the same parts are in several process groups, or if a state can't be put together.
     """
-    optimizer = itself(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
     params, pieces, group = all_params(optimizer), pieces_of(optimizer), saver_of(None).group
@@ -124,10 +124,10 @@ def refuse_several_groups(optimizer):
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
-def agreed(optimizer, states, pieces, what, group):
+def agreed(optimizer, states, pieces, error_prefix, group):
     """Return index -> Layout of each state that there is: see `agree`."""
     names = [f"parameter {index}" for index in range(len(all_params(optimizer)))]
-    layouts = agree(optimizer, states, pieces, names, what, group)
+    layouts = agree(optimizer, states, pieces, names, error_prefix, group)
     layouts = {index: layouts[name] for index, name in enumerate(names) if layouts.get(name) and layouts[name].tree}
     for index, layout in layouts.items():
         stacked = [path for path, entry in layout.cut.items() if entry.lead]
@@ -140,7 +140,7 @@ def whole_states(layouts, states, pieces, params, group, dst=None):
     """Iterate over (index, path -> value) of each parameter's state on rank `dst`, None: on all. Collective.
 
     A tensor that is cut has all elements of the parameter, or of a DTensor's local part: (*lead, elements). `states`:
-    index -> what this rank has for its piece. Values are copies on the CPU.
+    index -> error_prefix this rank has for its piece. Values are copies on the CPU.
     """
     rank, _ = rank_and_size(group)
     for index, layout in layouts.items():
@@ -181,13 +181,13 @@ def passed_on(value, owner, dst, group):
     return box[0] if dst in (None, rank) else None
 
 
-def install_states(optimizer, layouts, states, pieces, groups, what, group, into_params=False):
+def install_states(optimizer, layouts, states, pieces, groups, error_prefix, group, into_params=False):
     """Cut the states of `layouts`, of which this rank has `states` for `pieces`, anew, and install them and `groups`.
 
     into_params: main parameters replace the model's parameters, too.
     """
     params, main_params, new_states, failure = all_params(optimizer), [], {}, None
-    with errors_on_all(what, group):
+    with errors_on_all(error_prefix, group):
         new_pieces = pieces_of(optimizer)
     for index, values in whole_states(layouts, states, pieces, params, group):
         try:
@@ -197,11 +197,11 @@ def install_states(optimizer, layouts, states, pieces, groups, what, group, into
                 new_states[index] = cut_state(values, layouts[index], new_pieces[index])
         except Exception as error:  # the other ranks go on
             failure = error
-    with errors_on_all(what, group):
+    with errors_on_all(error_prefix, group):
         if failure:
             raise failure
-        ready = prepared(optimizer, new_states, groups)
-    with errors_on_all(what, group):
+        ready = prepare(optimizer, new_states, groups)
+    with errors_on_all(error_prefix, group):
         for param, value in main_params:
             param.copy_(value.view(param.shape))
         install(optimizer, ready)
@@ -251,8 +251,8 @@ def plan_of(optimizer, state_dict):
         values = flat(state)
         refuse_other_parts(values, params[index], name)
         entries = {path: entry_of(value, piece) for path, value in values.items()}
-        where = offsets_of(params[index]), piece.start, piece.stop
-        layouts[index] = layout_of(name, {where: (0, tree_of(state), entries)}, paths_of_common(schemas[index]))
+        report = PieceReport((offsets_of(params[index]), piece.start, piece.stop), tree_of(state), entries)
+        layouts[index] = layout_of(name, [(0, report)], paths_of_common(schemas[index]))
     return (groups, layouts), states
 
 
@@ -279,8 +279,8 @@ def agreed_sources(optimizer, process_group, group):
     except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
         error = refusal
     parts = tuple(part_of(param) for param in all_params(optimizer))
-    everyone = all_gather((indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error), group)
-    all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*everyone)
+    own = indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts, error
+    all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*all_gather(own, group))
     if any(errors):
         raise error or next(filter(None, errors))
     if any(all_have_grads):

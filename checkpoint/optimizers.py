@@ -40,10 +40,10 @@ def all_params(optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def itself(optimizer):
+def unwrapped_optimizer(optimizer):
     """Return the stage's optimizer in a wrapper, such as accelerate's, Lightning's or Fabric's; else `optimizer`."""
     wrapped = getattr(optimizer, "optimizer", None)
-    return itself(wrapped) if hasattr(wrapped, "pieces") else optimizer
+    return unwrapped_optimizer(wrapped) if hasattr(wrapped, "pieces") else optimizer
 
 
 def inner_of(optimizer):
@@ -162,7 +162,7 @@ class Ready(NamedTuple):
     groups: list[dict]  # new hyperparameters of each group
 
 
-def prepared(optimizer, states, groups) -> Ready:
+def prepare(optimizer, states, groups) -> Ready:
     """Do everything that can fail in loading `states`, index -> name -> value, and the hyperparameters of `groups`."""
     ready = Ready([], {}, [hyperparameters(saved) for saved in groups])
     for index, piece in pieces_of(optimizer).items():
@@ -173,10 +173,10 @@ def prepared(optimizer, states, groups) -> Ready:
             ready.main_params.append((piece.main, own if main_param is None else main_param))
         ready.states[piece.main] = {key: value if key == "step" else placed(value, piece.main)
                                     for key, value in state.items()}
-    for group, taken in zip(optimizer.param_groups, ready.groups):
-        for key in taken.keys() & group.keys():
-            if isinstance(taken[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
-                taken[key] = taken[key].to(group[key].device)
+    for group, options in zip(optimizer.param_groups, ready.groups):
+        for key in options.keys() & group.keys():
+            if isinstance(options[key], torch.Tensor) and isinstance(group[key], torch.Tensor):  # a learning rate, say
+                options[key] = options[key].to(group[key].device)
     return ready
 
 
@@ -185,8 +185,8 @@ def install(optimizer, ready):
     inner = inner_of(optimizer)
     for main, value in ready.main_params:
         main.copy_(value)
-    for group, taken in zip(optimizer.param_groups, ready.groups):
-        group.update(taken)
+    for group, options in zip(optimizer.param_groups, ready.groups):
+        group.update(options)
     if inner is not optimizer:
         optimizer.pass_on_hyperparameters()
     of_torch = {place: {key: value for key, value in ready.states[main].items() if is_for_torch(key, value)}

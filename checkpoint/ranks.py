@@ -40,9 +40,9 @@ def all_gather(value, group) -> list:
     """Return the `value` of each rank, in rank order; an object that pickle can send. Collective."""
     if group is None and not dist.is_initialized():
         return [value]
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class Saving(Future):
@@ -98,8 +98,8 @@ def saver_of(group, meshes=()) -> Saver:
     key = tuple(tuple(dist.get_process_group_ranks(along)) for along in groups)
     tokens = {dist.get_rank(): secrets.token_hex(8)}
     for along in list(groups)[: 1 if key in savers else None]:
-        for of_rank in all_gather(tokens, along):
-            tokens = tokens | of_rank
+        for tokens_of_rank in all_gather(tokens, along):
+            tokens = tokens | tokens_of_rank
     if key not in savers:
         savers[key] = Saver(new_group(sorted(tokens), tokens[min(tokens)]))
     return savers[key]
@@ -116,7 +116,7 @@ def new_group(ranks, name):
 
 
 @contextlib.contextmanager
-def errors_on_all(what, group, refined=lambda error: error):
+def errors_on_all(error_prefix, group, refined=lambda error: error):
     """Turn any error inside, on any rank, into a CheckpointError on all; one that is one keeps its class. Collective.
 
     An interrupt by Ctrl-C stays what it is on its rank. The message names the rank unless all have the same error.
@@ -134,7 +134,7 @@ def errors_on_all(what, group, refined=lambda error: error):
     for rank, report in enumerate(reports):
         if report:
             kind, line = report
-            raise kind(f"{what}: " + (f"rank {rank}: {line}" if len(set(reports)) > 1 else line)) from None
+            raise kind(f"{error_prefix}: " + (f"rank {rank}: {line}" if len(set(reports)) > 1 else line)) from None
 
 
 def own_error(error, group, refined):

@@ -1,8 +1,8 @@
-"""What the state of a parameter consists of, as all ranks see it: what is cut as the parameter is, and what is not.
+"""Finds which values in the state of a parameter are cut into pieces, as the parameter is, and which are common.
 
-A state may be a tensor, a number, or dicts, lists, tuples and deques of such. A tensor in it is cut where on each rank
-its last dimensions are those of the rank's piece; what is before them, as in a stack of k, stays whole. Everything else
-is common: the same on all ranks that step a part of the parameter. What is neither is refused on all of them.
+A state may be a tensor, a number, or dicts, lists, tuples and deques of such. A tensor is cut if on each rank its last
+dimensions have the shape of the rank's piece; leading dimensions, as of a stack, aren't cut. Any other value is common:
+it must be the same on all ranks that step a part of the parameter, or all of them refuse it.
 """
 
 import collections
@@ -14,23 +14,14 @@ import torch
 
 from guard.schema import COMPUTABLE, LISTS, Spec, check_state, described, lead_of
 
-from .optimizers import (
-    all_params,
-    as_python,
-    inner_of,
-    local,
-    offsets_of,
-    paths_of_common,
-    schemas_of,
-    steps_ranges,
-)
+from .optimizers import all_params, as_python, inner_of, local, offsets_of, paths_of_common, schemas_of, steps_ranges
 from .ranks import all_gather, errors_on_all
 
-LARGEST_COMMON = 16  # elements of a tensor that may be common although its shape is that of a piece
+LARGEST_COMMON = 16  # a tensor of so few elements may have a piece's shape by chance, and be common
 
 
 class Part(NamedTuple):
-    """Flat elements `start` to `stop` of the box of a parameter that begins at `offsets`, which a rank updates."""
+    """A range of a parameter that one rank writes: flat elements `start` to `stop` of the box that is at `offsets`."""
 
     rank: int
     offsets: tuple
@@ -41,18 +32,26 @@ class Part(NamedTuple):
 class Entry(NamedTuple):
     """What a rank tells the others of one value in a state."""
 
-    lead: tuple | None  # of a tensor: the dimensions before those of the piece; None: it has not the piece's shape
-    spec: Spec | None  # of a tensor
-    checksum: int | None  # of a tensor that may be the same on all ranks
-    value: object  # of anything else
+    lead: tuple | None = None  # of a tensor: the dimensions before those of the piece; None: it hasn't its shape
+    spec: Spec | None = None  # of a tensor
+    checksum: int | None = None  # of a tensor that may be the same on all ranks
+    value: object = None  # of anything else
+
+
+class PieceReport(NamedTuple):
+    """What a rank tells the others of its piece of a parameter, and of its state."""
+
+    range: tuple  # offsets, start, stop, as in Part
+    tree: object  # see `tree_of`
+    entries: dict[str, Entry]  # by path
 
 
 class Layout(NamedTuple):
     """The state of a parameter, agreed on by all ranks."""
 
     tree: object  # see `tree_of`
-    cut: dict[str, Entry]  # path of a tensor that is cut -> what the first rank tells of its part
-    common: dict[str, tuple[int, Entry]]  # path of any other value -> the first rank that has it, and what it tells
+    cut: dict[str, Entry]  # path of a tensor that is cut -> the first rank's Entry
+    common: dict[str, tuple[int, Entry]]  # path of any other value -> the first rank that has it, and its Entry
     parts: list[Part]  # all elements of the parameter, each once
 
 
@@ -66,11 +65,11 @@ def tree_of(state):
 
 
 def filled(tree, values, path=()):
-    """Return the state of which `tree_of` has returned `tree`, with `values`, path -> value."""
+    """Put `values`, path -> value, back into a `tree` of `tree_of`. Return the state."""
     if isinstance(tree, dict):
         return {key: filled(item, values, (*path, key)) for key, item in tree.items()}
     if type(tree) not in LISTS:
-        return values[path_of(path)]
+        return values[joined(path)]
     is_deque = tree[:1] == ("deque",)
     items = [filled(item, values, (*path, place)) for place, item in enumerate(tree[2:] if is_deque else tree)]
     return collections.deque(items, tree[1]) if is_deque else type(tree)(items)
@@ -79,7 +78,7 @@ def filled(tree, values, path=()):
 def flat(state, path=()) -> dict[str, object]:
     """Return path -> value of everything in `state`. Raises ValueError if two paths read alike, as {1: …, "1": …}."""
     if not isinstance(state, dict) and type(state) not in LISTS:
-        return {path_of(path): state}
+        return {joined(path): state}
     values = {}
     for key, item in state.items() if isinstance(state, dict) else enumerate(state):
         below = flat(item, (*path, key))
@@ -89,13 +88,13 @@ def flat(state, path=()) -> dict[str, object]:
     return values
 
 
-def path_of(path) -> str:
-    return ".".join(map(str, path))
+def joined(keys) -> str:
+    return ".".join(map(str, keys))
 
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """Return index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16
-    bits. Without `all_main_params`, a parameter that was never stepped has none: torch would take it for a whole state.
+    bits. Without `all_main_params`, a parameter that was never stepped has no entry: torch takes any for a whole state.
     """
     refuse_unclaimed(optimizer)
     inner, states = inner_of(optimizer), {}
@@ -114,7 +113,8 @@ def refuse_unclaimed(optimizer):
     inner = inner_of(optimizer)
     params = {id(param) for param in all_params(inner)}
     for key, value in inner.state.items():
-        if id(key) not in params and (value or not isinstance(value, dict)):
+        was_only_read = isinstance(value, dict) and not value  # a defaultdict then has an empty entry
+        if id(key) not in params and not was_only_read:
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
             raise ValueError(f"optimizer.state has an entry for {what}, which is no parameter that is stepped here: it "
                              "would be lost, remove it or keep it elsewhere")
@@ -123,30 +123,30 @@ def refuse_unclaimed(optimizer):
                          "parameter and would be lost: keep it elsewhere")
 
 
-def agree(optimizer, states, pieces, names, what, group) -> dict[str, Layout]:
+def agree(optimizer, states, pieces, names, error_prefix, group) -> dict[str, Layout]:
     """Return name -> Layout of each parameter that some rank has a piece of, the same on all ranks. Collective.
 
     `states`, `pieces`, `names`: of this rank, by index. Raises RuntimeError, such as CheckpointError, on every rank if
-    a state can't be kept, or groups have different values.
+    a state can't be kept, or parameter groups have different values.
     """
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
-    entries_of, common = {}, {}
-    with errors_on_all(what, group):
+    reports, common = {}, {}
+    with errors_on_all(error_prefix, group):
         for index, piece in pieces.items():
-            where = offsets_of(piece.param, names[index]), piece.start, piece.stop
             values = flat(states[index])
             refuse_unkept(values, names[index])
-            entries_of[names[index]] = where, tree_of(states[index]), {path: entry_of(value, piece)
-                                                                for path, value in values.items()}
-        if steps_ranges(optimizer):  # whole parameters are of the whole's shape
+            reports[names[index]] = PieceReport(
+                (offsets_of(piece.param, names[index]), piece.start, piece.stop), tree_of(states[index]),
+                {path: entry_of(value, piece) for path, value in values.items()})
+        if steps_ranges(optimizer):  # a whole parameter has the shape that its state has
             common = {names[index]: paths_of_common(schema) for index, schema in enumerate(schemas_of(optimizer))}
-    parts = {}  # name -> {(offsets, start, stop): (the first rank that has it, what it tells)}
-    for rank, of_rank in enumerate(all_gather(entries_of, group)):
-        for name, (where, *rest) in of_rank.items():
-            parts.setdefault(name, {}).setdefault(where, (rank, *rest))
-    with errors_on_all(what, group):
-        return {name: layout_of(name, by_rank, common.get(name, ())) for name, by_rank in parts.items()}
+    by_name = {}  # name -> range -> (the first rank that has it, its PieceReport)
+    for rank, reports_of_rank in enumerate(all_gather(reports, group)):
+        for name, report in reports_of_rank.items():
+            by_name.setdefault(name, {}).setdefault(report.range, (rank, report))
+    with errors_on_all(error_prefix, group):
+        return {name: layout_of(name, [*by_range.values()], common.get(name, ())) for name, by_range in by_name.items()}
 
 
 def refuse_unkept(values, name):
@@ -160,60 +160,61 @@ def refuse_unkept(values, name):
 
 def entry_of(value, piece) -> Entry:
     if not isinstance(value, torch.Tensor):
-        return Entry(None, None, None, as_python(value))
+        return Entry(value=as_python(value))
     value = local(value)
     lead = lead_of(value.shape, piece.main.shape)
     may_be_common = lead is None or value.numel() <= LARGEST_COMMON
-    return Entry(lead, described(value), checksum_of(value) if may_be_common else None, None)
+    return Entry(lead, described(value), checksum_of(value) if may_be_common else None)
 
 
 def checksum_of(tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().clone().reshape(-1).view(torch.uint8).numpy())
 
 
-def layout_of(name, parts, common) -> Layout:
-    """Return what `parts` are together. Raises ValueError: they don't fit.
+def layout_of(name, reports, common) -> Layout:
+    """Combine the `reports` of all parts, (rank, PieceReport), into a Layout. Raises ValueError if they contradict.
 
     `common`: paths of what isn't cut, whatever its shape says.
     """
-    tree = next((tree for _, tree, entries in parts.values() if entries), {})
-    layout = Layout(tree, {}, {}, parts_without_overlaps(parts))
-    for path in dict.fromkeys(path for *_, entries in parts.values() for path in entries):
-        have = [(rank, entries[path]) for rank, _, entries in parts.values() if path in entries]
-        (first_rank, first), *rest = have
-        is_shaped = all(entry.lead == first.lead is not None for _, entry in have)
+    tree = next((report.tree for _, report in reports if report.entries), {})
+    layout = Layout(tree, {}, {}, parts_without_overlaps([(rank, *report.range) for rank, report in reports]))
+    for path in dict.fromkeys(path for _, report in reports for path in report.entries):
+        entries = [(rank, report.entries[path]) for rank, report in reports if path in report.entries]
+        (first_rank, first), *others = entries
+        is_shaped = first.lead is not None and all(entry.lead == first.lead for _, entry in others)
         if is_shaped and path not in common:
-            if len(have) < len(parts):
+            if len(entries) < len(reports):
                 raise ValueError(f"the state of {name} has {path} for some of its elements only: some ranks "
                                  "have stepped it and others not, or cleared it")
             layout.cut[path] = first
             continue
-        for rank, entry in rest:
-            is_number = first.spec is not None and math.prod(first.spec.shape) == 1
-            if entry.spec != first.spec or entry[2:] != first[2:] and not is_number:
+        is_number = first.spec is not None and math.prod(first.spec.shape) == 1  # as a count of steps, which may differ
+        for rank, entry in others:
+            has_same_content = (entry.checksum, entry.value) == (first.checksum, first.value)
+            if entry.spec != first.spec or not (has_same_content or is_number):
                 raise ValueError(f"{path} in the state of {name} is another on rank {rank} than on rank "
                                  f"{first_rank}, and no tensor of the parameter's shape: it can't be put together")
         layout.common[path] = first_rank, first
     return layout
 
 
-def parts_without_overlaps(parts) -> list[Part]:
-    """Return `parts`, (offsets, start, stop) -> (rank, …), in order, and each element once.
+def parts_without_overlaps(ranges) -> list[Part]:
+    """Return the Parts of `ranges`, (rank, offsets, start, stop), in order, and each element once.
 
-    Tensor-parallel ranks have other borders of the buckets, and so overlapping ranges of a parameter that isn't cut.
+    With tensor parallelism the borders of buckets differ between ranks, so ranges of a replicated parameter overlap.
     """
-    disjoint, end = [], None
-    for (offsets, start, stop), (rank, *_) in sorted(parts.items(), key=lambda part: part[0]):
-        if not disjoint or disjoint[-1].offsets != offsets:
+    parts, end = [], None
+    for rank, offsets, start, stop in sorted(ranges, key=lambda part: part[1:]):
+        if not parts or parts[-1].offsets != offsets:
             end = 0
         if stop > end:
-            disjoint.append(Part(rank, offsets, max(start, end), stop))
+            parts.append(Part(rank, offsets, max(start, end), stop))
             end = stop
-    return disjoint
+    return parts
 
 
 def check_states(schemas, names, states, shapes):
-    """Raise ValueError unless `states`, by index, fit their schemas, and the `shapes` that there are."""
+    """Raise ValueError unless `states` fit their schemas and `shapes`, index -> shape of the piece."""
     for index, shape in shapes.items():
         name, schema, state = names[index], schemas[index], described(states.get(index, {}))
         if isinstance(state, dict) and "main_param" in state:

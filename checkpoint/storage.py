@@ -43,6 +43,7 @@ from .errors import DamagedCheckpoint
 from .optimizers import as_python, local, offsets_of
 
 METADATA = ".metadata"
+MOST_DIMENSIONS = 64  # of a tensor in torch
 DCP, DTYPES = "torch.distributed.checkpoint", {name for name in dir(torch) if type(getattr(torch, name)) is torch.dtype}
 ALLOWED = {
     *((f"{DCP}.metadata", name) for name in (
@@ -80,14 +81,17 @@ def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
 
     if first > last:  # all of it lies in one row
         return part_of_row(last, start - last * row, stop - last * row)
-    whole_rows = [((first, *(0,) * len(shape[1:])), (last - first, *shape[1:]))] if last > first else []
+    row_start = (0,) * len(shape[1:])
+    whole_rows = [((first, *row_start), (last - first, *shape[1:]))] if last > first else []
     head = part_of_row(first - 1, start - (first - 1) * row, row) if start % row else []
     return [*head, *whole_rows, *part_of_row(last, 0, stop - last * row)]
 
 
-def boxes(flat, param, start=0) -> Boxes:
-    """Return the Boxes of `flat`: (*lead, elements), flat elements from `start` on of the local part of `param`, or of
-    a tensor of the same shape, or of a stack of such tensors."""
+def range_boxes(flat, param, start=0) -> Boxes:
+    """Return the Boxes of `flat`, (*lead, elements): flat elements of the local part of `param`, from `start` on.
+
+    `flat` may also be of a state of the same shape, or of a stack of such states with leading dimensions `lead`.
+    """
     lead, views, place = flat.shape[:-1], {}, 0
     for begin, sizes in boxes_of(tuple(local(param).shape), start, start + flat.shape[-1]):
         offsets = map(sum, zip(begin, offsets_of(param)))
@@ -97,13 +101,16 @@ def boxes(flat, param, start=0) -> Boxes:
     return Boxes((*lead, *param.shape), flat.dtype, views)
 
 
-def whole(value, tensor=None) -> Boxes:
-    """Return the Boxes of `value`: the local part of the DTensor `tensor`, or all of any other tensor."""
+def tensor_boxes(value, tensor=None) -> Boxes:
+    """Return the Boxes of all elements of `value`, which lie in the whole where those of `tensor` do.
+
+    tensor: a DTensor has a part of the whole, any other tensor is the whole. None: `value` itself.
+    """
     if tensor is None:
         tensor = value
     if not tensor.numel():
         return Boxes(tensor.shape, value.dtype, {torch.Size(offsets_of(tensor)): local(value)})
-    return boxes(local(value).reshape(-1), tensor)
+    return range_boxes(local(value).reshape(-1), tensor)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -187,15 +194,15 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.items = items
 
     def create_local_plan(self):
-        items, nothing = [], torch.Size((0,))
+        items, no_offsets = [], torch.Size((0,))
         for key, value in self.items.items():
             if not isinstance(value, Boxes):
                 index = MetadataIndex(key)
-                items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, no_offsets, index, no_offsets, no_offsets))
                 continue
             parts = create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], value.chunks())
-            missing = sum(view.numel() for view in value.views.values()) - sum(math.prod(it.lengths) for it in parts)
-            if missing:
+            n_elements = sum(view.numel() for view in value.views.values())
+            if missing := n_elements - sum(math.prod(part.lengths) for part in parts):
                 raise DamagedCheckpoint(f"{key} is not complete: {missing} elements are missing")
             items += parts
         return LoadPlan(items)
@@ -209,7 +216,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads files of which `metadata` has been checked. DCP calls `read_metadata` without a rank: it reads no other."""
+    """Reads files of which `metadata` has been checked. DCP's own fallback, a metadata of each rank, is never read."""
 
     def __init__(self, path, metadata):
         super().__init__(path)
@@ -228,7 +235,7 @@ class Reader(dcp.FileSystemReader):
 
 def refuse_compressed(file, info):
     """Raise DamagedCheckpoint if what torch.load would read there becomes larger than the file."""
-    n_bytes = min(info.length, 2**16)
+    n_bytes = min(info.length, 2**16)  # the directory of a zip is at its end, and that of torch.save is small
     file.seek(info.offset + info.length - n_bytes)
     directory = zipfile.ZipFile(io.BytesIO(file.read(n_bytes))).infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in directory) or \
@@ -237,7 +244,7 @@ def refuse_compressed(file, info):
 
 
 class MetadataUnpickler(pickle._Unpickler):  # the one in Python, of which an instruction can be replaced
-    """Makes DCP's own objects, and nothing else. No name has a dot in it, so none leads elsewhere."""
+    """Makes DCP's own objects, and nothing else. No name in ALLOWED has a dot, so none leads to an attribute."""
 
     def find_class(self, module, name):
         if (module, name) not in ALLOWED:
@@ -245,7 +252,7 @@ class MetadataUnpickler(pickle._Unpickler):  # the one in Python, of which an in
         return super().find_class(module, name)
 
     def load_build(self):
-        if isinstance(self.stack[-2], type):
+        if isinstance(self.stack[-2], type):  # the object whose attributes would be set
             raise pickle.UnpicklingError("it changes a class")
         super().load_build()
 
@@ -272,7 +279,7 @@ def read_metadata(folder, sizes):
 def check_metadata(metadata, sizes):
     n_bytes = collections.Counter()  # file -> bytes of all tensors in it
     for index, info in metadata.storage_data.items():
-        need(type(index) is MetadataIndex and type(info) is _StorageInfo, "a place that is none")
+        need(type(index) is MetadataIndex and type(info) is _StorageInfo, "a place of another class")
         need(info.relative_path in sizes, f"a tensor lies in {info.relative_path!r:.60}")
         need(is_count(info.offset) and is_count(info.length) and info.transform_descriptors is None, "a place")
         need(info.offset + info.length <= sizes[info.relative_path], f"{index.fqn!r:.60} lies behind the end")
@@ -284,7 +291,7 @@ def check_metadata(metadata, sizes):
             need(MetadataIndex(key) in metadata.storage_data, f"{key!r:.60} is nowhere")
             continue
         need(type(stored) is TensorStorageMetadata and type(stored.properties.dtype) is torch.dtype, "a tensor")
-        need(all(map(is_count, stored.size)) and len(stored.size) < 64, f"the shape of {key!r:.60}")
+        need(all(map(is_count, stored.size)) and len(stored.size) < MOST_DIMENSIONS, f"the shape of {key!r:.60}")
         n_stored = 0
         for chunk in stored.chunks:
             need(len(chunk.offsets) == len(chunk.sizes) == len(stored.size), f"a box of {key!r:.60}")
@@ -294,10 +301,10 @@ def check_metadata(metadata, sizes):
         need(math.prod(stored.size) * stored.properties.dtype.itemsize <= n_stored, f"{key!r:.60} is too large")
 
 
-def need(condition, what):
-    """Raise ValueError unless `condition`."""
+def need(condition, message):
+    """Raise ValueError with `message` unless `condition`."""
     if not condition:
-        raise ValueError(what)
+        raise ValueError(message)
 
 
 def is_count(value):
@@ -306,7 +313,7 @@ def is_count(value):
 
 # ------------------------------------------------------------------------------------------------------------- values
 
-def packed(value, what) -> bytes:
+def packed(value, name) -> bytes:
     """Return `value` as torch.save writes it. Raises ValueError: `unpacked` couldn't read it again."""
     buffer = io.BytesIO()
     try:
@@ -315,7 +322,7 @@ def packed(value, what) -> bytes:
     except Exception as error:
         named = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
         words = f"it holds {named[1] or named[2]}" if named else f"{type(error).__name__}: {error}"
-        raise ValueError(f"load() can't read {what} again: {words}") from None
+        raise ValueError(f"load() can't read {name} again: {words}") from None
     return buffer.getvalue()
 
 

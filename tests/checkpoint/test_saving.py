@@ -196,8 +196,8 @@ OF_SAVE = [(files, "names_of"), (files, "packed"), (files, "local_states"), (fil
 OF_RANK_0 = [(files, "made_partial"), (storage.Writer, "finish"), (files, "finish"), (files, "sync_folder")]
 OF_LOAD = [(files, "names_of"), (files, "pieces_of"), (files, "checked_files"), (files, "read_metadata"),
            (storage.LoadPlanner, "create_local_plan"), (storage.Reader, "read_data"), (storage, "unpacked"),
-           (files.Stored, "room_for_state"), (files, "check_states"), (files, "prepared"), (files, "install")]
-OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "cut_state"), (full_state, "prepared")]
+           (files.Stored, "room_for_state"), (files, "check_states"), (files, "prepare"), (files, "install")]
+OF_FULL_STATE = [(full_state, "pieces_of"), (full_state, "cut_state"), (full_state, "prepare")]
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("nobody thought of it"),
           RuntimeError("several\nlines")]
 

@@ -119,8 +119,8 @@ def test_a_dtensor_of_strided_parts_is_refused(rank, tmp_path):
 
 def test_what_several_ranks_have_is_written_once():
     """Of a parameter that isn't cut, ranks beside each other may have other ranges, where others are cut unevenly."""
-    parts = {((0,), start, stop): (rank,) for rank, start, stop in ((0, 0, 5), (1, 0, 8), (2, 5, 9), (3, 8, 9))}
-    found = parts_without_overlaps({**parts, ((9,), 0, 2): (4,)})
+    ranges = [(0, (0,), 0, 5), (1, (0,), 0, 8), (2, (0,), 5, 9), (3, (0,), 8, 9), (4, (9,), 0, 2)]
+    found = parts_without_overlaps(ranges)
     assert found == [(0, (0,), 0, 5), (1, (0,), 5, 8), (2, (0,), 8, 9), (4, (9,), 0, 2)]
 
 
