@@ -210,7 +210,7 @@ def install_states(optimizer, layouts, states, pieces, groups, error_prefix, gro
 def cut_state(values, layout, piece):
     """Return the state of a piece, of the `values` of the whole parameter."""
     own = slice(piece.start, piece.stop)
-    cut = {path: values[path][..., own].reshape(*values[path].shape[:-1], *piece.main.shape).clone()
+    cut = {path: values[path][..., own].reshape((*values[path].shape[:-1], *piece.main.shape)).clone()
            for path in layout.cut}
     return filled(layout.tree, {**values, **cut})
 
