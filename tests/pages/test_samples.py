@@ -125,8 +125,7 @@ def is_replicated(rank, model, make_optimizer):
 
 def in_60_seconds(rank):
     model = Loss()
-    names = names_of("README.md", "model = ", model=model, rank=rank.rank, d=rank.world_size,
-                     batches=batches_of(rank.rank))
+    names = names_of("README.md", "rank, d = ", model=model, batches=batches_of(rank.rank))
     return len(names["optimizer"].state) == 2 and is_replicated(rank, model, torch.optim.AdamW)  # of four parameters
 
 
