@@ -70,10 +70,10 @@ def main():
         args.package, args.ranks, args.params, args.dtype, args.optimizer, args.buckets, args.steps)
     title = STAGES[args.stage].title if args.stage in STAGES else f"{args.package}."
     with Workers(args.ranks, timeout_s=300) as workers:
-        made = frames.recording(workers.run(record.record_rank, program), program, title)
+        recorded = frames.recording(workers.run(record.record_rank, program), program, title)
     if args.json:
-        args.json.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
-    terminal.play(made)
+        args.json.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", encoding="utf-8")
+    terminal.play(recorded)
 
 
 def write_pages():

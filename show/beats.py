@@ -1,6 +1,6 @@
 """What the page says: eight to twelve beats a stage, five of the idea, three a bug; and the formulas of its counters.
 
-A beat stands where rank 0 has done a line: `at` is a part of its text, `visit` counts how often rank 0 has come to it.
+A beat stands where rank 0 has done a line: `code` is a part of it, `visit` counts how often rank 0 has come to it.
 Numbers in braces are facts of the recording. What stands in brackets is the caption of that beat in a scene.
 """
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 class Beat(NamedTuple):
     says: str
-    at: str
+    code: str
     visit: int = 0
     also: tuple = ()  # other lines of that function that do it
     look: str = ""  # the row to look at
-    right: tuple = ()  # (at, visit) in the recording beside it, where that isn't the same line
+    right: tuple = ()  # (code, visit) in the recording beside it, where that isn't the same line
 
 
 NUMBERS = "none one two three four five six seven eight".split()
@@ -23,6 +23,19 @@ START, BACKWARD = "for batch in batches:", "loss.backward()"
 FLAT = ("flat = flatten(",)
 LEAVES, LANDS = "return [dist.reduce_scatter_tensor", "torch._foreach_copy_(targets"
 ARRIVED = "self.last_param_sync, self.param_sync ="
+OWNED = (  # stages 1 and 2, until parameters are sent
+    Beat("[Each of the {tensors} tensors has one owner: its colour.] Only the owner will update it. All ranks hold "
+         "all parameters.", START, look="parameters"),
+    Beat("[The backward pass leaves all {numel} gradients on every rank.]", BACKWARD, -1, look="gradients"),
+    Beat("As in replicated training: copied into one flat tensor, and divided by the number of ranks.",
+         "flat /= self.world_size", also=FLAT, look="average: flat"),
+    Beat("[An all-reduce gives every rank the average of every gradient.]", "dist.all_reduce(flat",
+         look="average: flat"),
+    Beat("A rank will read only the averages of what it owns. The others are garbage (grey) at once: they were "
+         "sent for nothing.", "self.average(", -1, look="gradients"),
+    Beat("[Each rank updates what it owns], and keeps moments of {least} to {most} elements instead of {numel}.",
+         "self.optimizer.step()", look="exp_avg"),
+)
 BEATS = {
     # Stage 3, with replicated training beside it.
     "idea": (
@@ -58,18 +71,7 @@ BEATS = {
         Beat("The gradients are released, and the next forward pass reads the new parameters.", "return hidden", -1),
     ),
     "1": (
-        Beat("[Each of the {tensors} tensors has one owner: its colour.] Only the owner will update it. All ranks hold "
-             "all parameters.", START, look="parameters"),
-        Beat("[The backward pass leaves all {numel} gradients on every rank], as before.", BACKWARD, -1,
-             look="gradients"),
-        Beat("As in replicated training: copied into one flat tensor, and divided by the number of ranks.",
-             "flat /= self.world_size", also=FLAT, look="average: flat"),
-        Beat("[An all-reduce gives every rank the average of every gradient.]", "dist.all_reduce(flat",
-             look="average: flat"),
-        Beat("A rank will read only the averages of what it owns. The others are garbage (grey) at once: they were "
-             "sent for nothing.", "self.average(", -1, look="gradients"),
-        Beat("[Each rank updates what it owns], and keeps moments of {least} to {most} elements instead of {numel}.",
-             "self.optimizer.step()", look="exp_avg"),
+        *OWNED,
         Beat("[Rank 0's turn: it packs its {own} updated elements, and broadcasts them.]", "dist.broadcast(flat",
              also=FLAT, look="sync_params: flat"),
         Beat("The other ranks copy these elements to their models. Pale parameters are still old.", LANDS, 1,
@@ -80,14 +82,7 @@ BEATS = {
              "return hidden", -1),
     ),
     "2": (
-        Beat("As in stage 1, [each tensor has one owner, and only the owner will update it.]", START,
-             look="parameters"),
-        Beat("[The backward pass leaves all {numel} gradients on every rank.]", BACKWARD, -1, look="gradients"),
-        Beat("Copied into one flat tensor, and divided by the number of ranks.", "flat /= self.world_size", also=FLAT,
-             look="average: flat"),
-        Beat("[An all-reduce averages them.]", "dist.all_reduce(flat", look="average: flat"),
-        Beat("Each rank will read only the averages of what it owns.", "self.average(", -1, look="gradients"),
-        Beat("[Each rank updates what it owns.]", "self.optimizer.step()", look="exp_avg"),
+        *OWNED,
         Beat("The ranks own {least} to {most} elements, but an all-gather takes equal parts. So [each rank pads its "
              "shard to {most}], and makes room for all four.", "gathered = padded.new_empty",
              also=("padded = self.shards",), look="sync_params: padded"),
@@ -99,8 +94,8 @@ BEATS = {
              "return hidden", -1),
     ),
     "3": (
-        Beat("State 1 of 5, ZEROS: [one flat buffer holds zeros. Rank r owns line r], even where a parameter crosses "
-             "lines. Black ticks stand between parameters.", START, look="GradBuffer.flat"),
+        Beat("State 1 of 5, ZEROS: [each rank's buffer holds zeros. Rank r owns line r], even where a parameter "
+             "crosses lines. Black ticks stand between parameters.", START, look="GradBuffer.flat"),
         Beat("State 2, GRADS: every gradient is a view of the buffer, so after the backward pass [each rank's buffer "
              "holds its own {numel} gradients.]", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
         Beat("[Each rank divides its gradients by the number of ranks, in place.]", "self.flat /= self.world_size",
@@ -121,8 +116,8 @@ BEATS = {
         Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
     ),
     "4": (
-        Beat("The parameters lie in one buffer, in {buckets} buckets side by side. Line r of each belongs to rank r. "
-             "Blank cells are padding.", START, look="ParameterBuffer.flat"),
+        Beat("The parameters lie in one buffer, in {buckets} buckets side by side. Line r of each belongs to rank r.",
+             START, look="ParameterBuffer.flat"),
         Beat("The backward pass has done the last layer: its gradients are complete. So bucket 1 is full, and can be "
              "sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
         Beat("They are copied into a bucket buffer, and released. The four shards of the bucket lie there one after "
@@ -135,10 +130,10 @@ BEATS = {
         Beat("[Bucket 3 must wait: buckets 1 and 2 are still in flight.] So the backward pass waits, until bucket 1 "
              "has arrived and its buffer is free.", "self.receive_oldest()", also=("if not self.idle:",),
              look="BucketBuffer.sent"),
-        Beat("[Bucket 1 has arrived: each rank keeps its quarter of the averages], and bucket 3 leaves from the same "
+        Beat("[Bucket 1 arrives: each rank keeps its quarter of the averages], and bucket 3 leaves from the same "
              "buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
-        Beat("The {others} other buckets followed, two at a time, and step has waited for the last. [Each rank holds "
-             "the averages of its own shards alone.]", "self.step_own()", look="PartitionedGradient.shard"),
+        Beat("[The {others} other buckets follow, two at a time], and step waits for the last. Each rank holds the "
+             "averages of its own shards alone.", "self.step_own()", look="PartitionedGradient.shard"),
         Beat("[Each rank updates its shard of every bucket], in place, in the parameter buffer.",
              "self.optimizer.step()", look="ParameterBuffer.flat"),
         Beat("The {buckets} all-gathers start, in the order in which the next forward pass reads, and step returns.",
@@ -214,30 +209,29 @@ def formulas(id, recording):
     """Return what a rank sends in a step, and holds after one, before zero_grad: as text and in bytes, with AdamW."""
     numel, d = sum(recording["params"]), recording["ranks"]
     rows = {storage["row"]: storage["numel"] for storage in recording["storages"]}
-    gathered, padded = rows.get("sync_params: gathered", 0), rows.get("ParameterBuffer.flat", 0)
+    twice, thrice, sharded = "2·4Ψ·(d-1)/d", "3·4Ψ·(d-1)/d", ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)
     sent, held = {
-        "0": (("2·4Ψ·(d-1)/d", 8 * numel), ("16Ψ", 16 * numel)),
-        "1": (("3·4Ψ·(d-1)/d", 12 * numel), ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)),
-        "2": (("3·4Ψ·(d-1)/d + padding", 8 * numel + 4 * gathered), ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)),
-        "3": (("2·4Ψ·(d-1)/d", 8 * numel), ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)),
-        "4": (("2·4Ψ·(d-1)/d + padding", 8 * padded),
-              ("(4 + 12/d)Ψ + two buckets + padding",
-               (4 + 4 / d) * padded + 8 / d * numel + 2 * 4 * rows.get("BucketBuffer.sent", 0))),
-    }[id]
+        "0": ((twice, 8 * numel), ("16Ψ", 16 * numel)),
+        "1": ((thrice, 12 * numel), sharded),
+        "2": ((f"{thrice} + padding", 8 * numel + 4 * rows.get("sync_params: gathered", 0)), sharded),
+        "3": ((twice, 8 * numel), sharded),
+        "4": ((twice, 8 * numel),
+              ("(4 + 12/d)Ψ + two buckets", (4 + 12 / d) * numel + 2 * 4 * rows.get("BucketBuffer.sent", 0))),
+    }[id.replace("idea", "3")]
     return {"sent": sent[0], "sent_bytes": sent[1] * (d - 1) // d, "held": held[0], "held_bytes": int(held[1]),
             "ddp_sent": 8 * numel * (d - 1) // d, "ddp_held": 16 * numel}
 
 
-def visits(recording, text):
-    """-> (frame, function, line) of each time that rank 0 comes to a line with `text`, when it is done."""
-    found, before = [], None
+def visits(recording, code):
+    """-> (frame, function, line) of each time that rank 0 comes to a line with `code`, when it is done."""
+    places, before = [], None
     for index, frame in enumerate(recording["frames"]):
-        at = dict(frame["at"])
-        for function, line in recording["stacks"][at[0]][-1:] if 0 in at else ():
-            if text in lines_of(recording, function)[line - 1]:
-                found[len(found) - (before == (function, line)) :] = [(index, function, line)]
+        stack = dict(frame["at"]).get(0)
+        for function, line in [] if stack is None else recording["stacks"][stack][-1:]:
+            if code in lines_of(recording, function)[line - 1]:
+                places[len(places) - (before == (function, line)) :] = [(index, function, line)]
             before = function, line
-    return found
+    return places
 
 
 def lines_of(recording, function):
@@ -250,23 +244,23 @@ def resolved(id, recording, right=None):
 
     `right` is the recording that is shown beside it, and in a beat the frame of that.
     """
-    made = []
-    for beat in BEATS.get(id, ()):
-        says = beat.says.format(**facts(recording))
-        caption = " ".join(re.findall(r"\[(.*?)\]", says)).rstrip(".")
-        try:
-            frame, function, line = visits(recording, beat.at)[beat.visit]
-            _, _, first, last, _ = recording["functions"][function]
-            source = lines_of(recording, function)
-            also = [next(n for n in range(first, last + 1) if text in source[n - 1]) for text in beat.also]
-            made.append({"says": re.sub(r"[\[\]]", "", says), "caption": caption[:1].upper() + caption[1:],
-                         "frame": frame, "function": function, "lines": sorted([line, *also]), "look": beat.look})
-            if right:
-                at, visit = beat.right or (beat.at, beat.visit)
-                made[-1]["right"] = visits(right, at)[visit][0]
-        except (IndexError, StopIteration) as error:
-            raise ValueError(f"no such line in {recording['title']!r}: {beat}") from error
-    return made
+    return [resolved_beat(beat, recording, right) for beat in BEATS.get(id, ())]
+
+
+def resolved_beat(beat, recording, right):
+    says = beat.says.format(**facts(recording))
+    caption = " ".join(re.findall(r"\[(.*?)\]", says)).rstrip(".")
+    try:
+        frame, function, line = visits(recording, beat.code)[beat.visit]
+        _, _, first, last, _ = recording["functions"][function]
+        source = lines_of(recording, function)
+        also = [next(n for n in range(first, last + 1) if text in source[n - 1]) for text in beat.also]
+        code, visit = beat.right or (beat.code, beat.visit)
+        compared = {"right": visits(right, code)[visit][0]} if right else {}
+    except (IndexError, StopIteration) as error:
+        raise ValueError(f"no such line in {recording['title']!r}: {beat}") from error
+    return {"says": re.sub(r"[\[\]]", "", says), "caption": caption[:1].upper() + caption[1:], "frame": frame,
+            "function": function, "lines": sorted([line, *also]), "look": beat.look} | compared
 
 
 def edit_of(program, recording, right):

@@ -26,25 +26,25 @@ from collections import Counter, deque
 
 def folded(events):
     """Rounds of a loop after its first are one with the last event of that, unless they send, or call what waits."""
-    kept, index, n_starts = [], 0, 0
+    result, index, n_starts = [], 0, 0
     seen = {}  # (place,) -> number of sends when the rank was there last
     while index < len(events):
         event = events[index]
         depth, place = len(event.stack), event.stack[-1:]
-        body = [event, *itertools.takewhile(
-            lambda one: len(one.stack) > depth or not one.is_line and one.stack[-1:] == place, events[index + 1 :])]
-        is_again = kept and event.is_line and seen.get(place) == n_starts
-        if is_again and not any(one.starts or one.ends and len(one.stack) > depth for one in body):
-            kept[-1].memory = body[-1].memory
-            kept[-1].ends += [key for one in body for key in one.ends]
+        body = [event, *itertools.takewhile(lambda inner: len(inner.stack) > depth
+                                            or not inner.is_line and inner.stack[-1:] == place, events[index + 1 :])]
+        is_again = result and event.is_line and seen.get(place) == n_starts
+        if is_again and not any(inner.starts or inner.ends and len(inner.stack) > depth for inner in body):
+            result[-1].memory = body[-1].memory
+            result[-1].ends += [key for inner in body for key in inner.ends]
             index += len(body)
             continue
         n_starts += len(event.starts)
         if event.is_line:
             seen[place] = n_starts
-        kept.append(event)
+        result.append(event)
         index += 1
-    return kept
+    return result
 
 
 def in_frames(ranks):
@@ -67,7 +67,8 @@ def in_frames(ranks):
 def recording(records, program, title=""):
     """`records`: what `record_rank` returns, of each rank -> a recording."""
     ranks, sources = [record["events"] for record in records], records[0]["sources"]
-    functions = [one for file, source in enumerate(sources.values()) for one in functions_in(file, ast.parse(source))]
+    functions = [function for file, source in enumerate(sources.values())
+                 for function in functions_in(file, ast.parse(source))]
     used = ((rank, uid) for rank, events in enumerate(ranks) for event in events for uid in event.memory)
     storages = {key: number for number, key in enumerate(dict.fromkeys(used))}
     stacks, cells, frames = {}, {}, []  # stacks, cells: each -> its number
@@ -79,18 +80,18 @@ def recording(records, program, title=""):
             stack = tuple((function_at(place, functions, list(sources)), place.line) for place in event.stack)
             frames[-1]["at"].append([rank, stacks.setdefault(stack, len(stacks))])
             for uid in {**before[rank], **event.memory}:
-                now = event.memory.get(uid)
-                if now != before[rank].get(uid):
-                    numbers = now and [cells.setdefault(cell, len(cells)) for cell in now]
+                values = event.memory.get(uid)
+                if values != before[rank].get(uid):
+                    numbers = values and [cells.setdefault(cell, len(cells)) for cell in values]
                     frames[-1]["memory"].append([storages[rank, uid], numbers])
             before[rank] = event.memory
-    owners = [[rank for rank, record in enumerate(records) if element in record["owned"]]
-              for element in range(sum(program.params))]
+    steppers = [[rank for rank, record in enumerate(records) if element in record["owned"]]
+                for element in range(sum(program.params))]
     return {
         "format": 3, "title": title, "ranks": program.ranks, "params": list(program.params),
         "files": [list(item) for item in sources.items()],
         "functions": functions,
-        "owners": [of[0] if len(of) == 1 else -1 for of in owners],
+        "owners": [ranks[0] if len(ranks) == 1 else -1 for ranks in steppers],
         "storages": [records[rank]["storages"][uid] for rank, uid in storages],
         "operations": operations(ranks, program.params, len(frames), storages),
         "cells": list(map(list, cells)),
@@ -105,12 +106,12 @@ def operations(ranks, params, n_frames, storages):
     receivers = {(operation.key, rank): operation for rank, events in enumerate(ranks) for event in events
                  for operation in event.starts}
     senders = [[event for event in events if event.starts] for events in ranks]
-    made = []
+    rows, stops = [], list(itertools.accumulate(params))
     for events in itertools.zip_longest(*senders):
-        calls = [(event.frame, one) for event in events if event for one in event.starts if one.kind != "recv"]
-        elements = frozenset().union(*(one.elements for _, one in calls))
+        calls = [(event.frame, operation) for event in events if event for operation in event.starts
+                 if operation.kind != "recv"]
+        elements = frozenset().union(*(operation.elements for _, operation in calls))
         # In padding there may be some elements of what was sent before, but never all of a parameter.
-        stops = list(itertools.accumulate(params))
         sent = [i for i, stop in enumerate(stops) if elements.issuperset(range(stop - params[i], stop))]
         arrows = []
         for frame, operation in calls:
@@ -118,11 +119,11 @@ def operations(ranks, params, n_frames, storages):
                 end = ends.get((operation.key, arrow[1]), n_frames)  # nobody may have waited for it
                 move = move_of(operation, receivers.get((operation.key, arrow[1])), arrow, len(ranks), storages)
                 arrows.append(([*arrow, frame, end], move))
-        what = next((one.what for _, one in reversed(calls) if one.what), "")
+        what = next((operation.what for _, operation in reversed(calls) if operation.what), "")
         if arrows:
             arrows, moves = zip(*sorted(arrows))
-            made.append({"kind": calls[0][1].kind, "what": what, "params": sent, "arrows": arrows, "moves": moves})
-    return made
+            rows.append({"kind": calls[0][1].kind, "what": what, "params": sent, "arrows": arrows, "moves": moves})
+    return rows
 
 
 def move_of(sent, received, arrow, d, storages):
@@ -149,7 +150,7 @@ def functions_in(file, parent, prefix=""):
     """Each function in a tree, outer ones before inner ones."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             yield [prefix + node.name, file, first, node.end_lineno, ast.get_docstring(node) or ""]
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield from functions_in(file, node, f"{prefix}{node.name}.")
@@ -159,7 +160,7 @@ class Memory:
     """What all ranks hold, as the frames of a recording go by: after frame `last` at first."""
 
     def __init__(self, recording, last=-1):
-        self.recording, self.at = recording, {}  # at: rank -> stack
+        self.recording, self.stacks = recording, {}  # stacks: of ranks
         self.cells = {}  # storage -> (value, kind, element, origin) of each of its cells; None when it is released
         self.params = [index for index, numel in enumerate(recording["params"]) for _ in range(numel)]
         for frame in recording["frames"][: last + 1]:
@@ -169,7 +170,7 @@ class Memory:
         """-> the storages in which something has changed."""
         for storage, cells in frame["memory"]:
             self.cells[storage] = cells and [tuple(self.recording["cells"][number]) for number in cells]
-        self.at.update(map(tuple, frame["at"]))
+        self.stacks.update(map(tuple, frame["at"]))
         return {storage for storage, _ in frame["memory"]}
 
     def rows(self):
@@ -183,7 +184,7 @@ class Memory:
 
     def place(self, rank):
         """-> (function, file, line, text) of the line at which a rank is."""
-        function, line = self.recording["stacks"][self.at[rank]][-1]
+        function, line = self.recording["stacks"][self.stacks[rank]][-1]
         name, file, *_ = self.recording["functions"][function]
         title, source = self.recording["files"][file]
         return name, title, line, source.splitlines()[line - 1].strip()

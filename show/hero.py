@@ -1,85 +1,77 @@
 """The picture of README.md's first screen: DDP's all-reduce, and below it the two halves with the update between them.
 
-It is a diagram and no recording: a row is a kind of memory, cut into the quarters of four ranks. Its bytes are those
-of AdamW in fp32, d = 4.
+It is a diagram and no recording: a row is a kind of memory, cut into the quarters of four ranks. Its bytes and values
+are those of AdamW in fp32, d = 4. To update everything takes four times as long as to update a quarter.
 """
 
-from .picture import Cell, Picture
+from itertools import permutations, product
 
-RANKS = range(4)
-LEFT, RANK, GAP, CELL, LINE, WIDTH = 120, 120, 12, 30, 20, 652
-START, HALF, UPDATED, DDP_UPDATES, DDP_DONE, END = 2.2, 4.4, 5.6, 6.6, 11.4, 15.0  # seconds
-DONE = 7.8  # 4.8 s are four times the update of a quarter: DDP_DONE - DDP_UPDATES
-CAPTIONS = (
-    (0, START, "Four ranks, each with gradients of its own."),
-    (START, HALF, "Reduce-scatter: each rank averages one quarter."),
-    (HALF, 6.4, "Below: update it now, with 1/4 of the moments."),
-    (6.4, 9, "All-gather: averages above, new parameters below."),
-    (9, DDP_DONE, "Above, every rank still updates everything."),
-    (DDP_DONE, END, "The same traffic, 1/d of the optimizer's state."),
-)
-ROWS = ("parameters", "gradients", "moment 1", "moment 2")
+from .picture import Cell, Picture, spans
 
-
-def system(picture, top, name, kind, leaves, lands, updated, is_sharded):
-    """Draw four ranks. In the second half `kind` leaves the owner of a quarter at `leaves`, and lands at `lands`."""
-    picture.text(LEFT, top, name, "h")
-    for line, words in enumerate(ROWS):
-        picture.text(LEFT - 8, top + 24 + line * LINE, words, "r e")
-    for rank in RANKS:
-        for quarter in RANKS:
-            is_own = rank == quarter
-            new = updated if is_own or not is_sharded else lands
-            average = (HALF, updated) if is_own else (END, END) if is_sharded else (lands, updated)
-            parts = [(0, "old", 0, new), (0, "new", new, END), (1, "gradient", 0, HALF), (1, "average", *average),
-                     (1, "garbage", HALF, average[0]), (1, "garbage", average[1], END)]
-            if is_own or not is_sharded:
-                parts += [(2, "moment", 0, END), (3, "moment", 0, END)]
-            for line, of_kind, start, stop in parts:
-                if start < stop:
-                    picture.add(quarter_of(rank, quarter, top, line, of_kind), (start, stop))
-        for quarter in set(RANKS) - {rank}:
-            away = (quarter - rank) * (RANK + GAP)
-            picture.fly(quarter_of(rank, quarter, top, 1, "gradient"), away, 0, START, HALF)
-            line = 0 if kind == "new" else 1
-            picture.fly(quarter_of(rank, rank, top, line, kind), away, 0, leaves, lands)
+RANKS, LEFT, RANK, GAP, CELL, LINE, WIDTH, END_S = range(4), 78, 92, 12, 23, 15, 492, 15
+SENDS = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
+# Histories are (second, what there is from then on), …: of a row for the quarter that a rank averages, and for others.
+DDP = {
+    "words": ((0, "Each rank has its own gradients."), (2, "All-reduce, first half: each rank averages a quarter."),
+              (4, "Second half: it sends its averages to all others."), (6, "Each rank updates everything."),
+              (10.8, "Done: each rank holds all moments.")),
+    "runs": ((2, "all-reduce"), (6, "update of everything")), "done": 10.8,
+    "parameters": (((0, "old"), (10.8, "new")), ((0, "old"), (10.8, "new"))),
+    "gradients": (((0, "gradient"), (4, "average"), (10.8, "garbage")),
+                  ((0, "gradient"), (4, "garbage"), (6, "average"), (10.8, "garbage"))),
+    "moments": (((0, "old"), (10.8, "moment")), ((0, "old"), (10.8, "moment"))),
+    "flight": (1, "average", 4, 6),  # of the second half: line, kind, from, to
+    "memory": ((0, 16),), "sent": ((0, 0), (4, 0.75), (6, 1.5)),
+}
+SHARDED = {
+    "words": ((0, "Each rank has its own gradients."), (2, "Reduce-scatter: each rank averages a quarter."),
+              (4, "It updates this quarter, with its moments alone."),
+              (5.2, "All-gather: it sends new parameters to all others."),
+              (7.2, "Done: each rank holds 1/4 of the moments.")),
+    "runs": ((2, "reduce-scatter"), (4, "update"), (5.2, "all-gather")), "done": 7.2,
+    "parameters": (((0, "old"), (5.2, "new")), ((0, "old"), (7.2, "new"))),
+    "gradients": (((0, "gradient"), (4, "average"), (5.2, "garbage")), ((0, "gradient"), (4, "garbage"))),
+    "moments": (((0, "old"), (5.2, "moment")), ()),
+    "flight": (0, "new", 5.2, 7.2),
+    "memory": ((0, 10),), "sent": ((0, 0), (4, 0.75), (7.2, 1.5)),
+}
 
 
-def quarter_of(rank, quarter, top, line, kind):
-    return Cell(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 8 + line * LINE, CELL, LINE)
+def draw(picture, top, title, system):
+    def cell(rank, quarter, line, kind):
+        return Cell(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 18 + line * LINE, CELL, LINE)
 
-
-def bars(picture, top, parts):
-    """Draw what runs: (words, from, to), as wide as it is long, and marked while it runs."""
-    scale = (WIDTH - LEFT - 12) / (DDP_DONE - START)
-    for words, start, stop in parts:
-        box = LEFT + (start - START) * scale, top, (stop - start) * scale - 3, 22
+    picture.text(8, top + 12, title, "strong")
+    for words, *span in spans(system["words"], END_S):
+        picture.text(190, top + 12, words, "", *span)
+    for line, row in enumerate(("parameters", "gradients", "moments", "moments")):
+        picture.text(LEFT - 8, top + 29 + line * LINE, row, "end")
+        for rank, quarter in product(RANKS, RANKS):
+            for kind, *span in spans(system[row][rank != quarter], END_S):
+                picture.add(cell(rank, quarter, line, kind), *span)
+    line, kind, *second_half = system["flight"]
+    for rank, receiver in permutations(RANKS, 2):
+        away = (receiver - rank) * (RANK + GAP)
+        picture.fly(cell(rank, receiver, 1, "gradient"), away, 0, 2, 4)
+        picture.fly(cell(rank, rank, line, kind), away, 0, *second_half)
+    for words, start, stop in spans(system["runs"], system["done"]):
+        box = LEFT + 46 * (start - 2), top + 82, 46 * (stop - start) - 2, 15
         picture.rect(*box, "line")
-        picture.rect(*box, "parameters live", (start, stop))
-        picture.text(box[0] + box[2] / 2, top + 16, words, "q m")
-
-
-def meters(picture, top, n_bytes, words, sent):
-    """Draw bytes per parameter, and how much has been sent: (from, part of the whole) each."""
-    picture.text(LEFT - 8, top + 13, "memory", "r e")
-    picture.rect(LEFT, top, 8 * n_bytes, 16, "gradients pale")
-    picture.text(LEFT + 8 * n_bytes + 8, top + 13, words, "r")
-    picture.text(LEFT + 340, top + 13, "sent", "r e")
-    picture.rect(LEFT + 348, top, 164, 16, "line")
-    for (start, part), (stop, _) in zip(sent, [*sent[1:], (END, 0)]):
-        picture.rect(LEFT + 348, top, 164 * part, 16, "gradients", (start, stop))
+        picture.rect(*box, f"bar {SENDS.get(words, '')} live", start, stop)
+        picture.text(box[0] + box[2] / 2, top + 93, words, "middle")
+    for y, row, scale, unit in ((101, "memory", 8, "bytes"), (118, "sent", 256 / 3, "values")):
+        picture.text(LEFT - 8, top + y + 10, row, "end")
+        for size, *span in spans(system[row], END_S):
+            picture.rect(LEFT, top + y, size * scale, 12, "bar", *span)
+            picture.text(LEFT + 136, top + y + 10, f"{size} {unit} per parameter", "", *span)
 
 
 def picture():
-    made = Picture("DDP, and the distributed optimizer: the same traffic, a quarter of the state", WIDTH, 424, END, 13)
-    for start, stop, words in CAPTIONS:
-        made.text(12, 26, words, "c", (start, stop))
-    system(made, 62, "DDP", "average", HALF, DDP_UPDATES, DDP_DONE, False)
-    bars(made, 154, [("all-reduce", START, DDP_UPDATES), ("update all", DDP_UPDATES, DDP_DONE)])
-    meters(made, 184, 16, "16 bytes / parameter", [(START, 0.25), (HALF, 0.5), (5.5, 0.75), (DDP_UPDATES, 1)])
-    system(made, 250, "the distributed optimizer", "new", UPDATED, DONE, UPDATED, True)
-    bars(made, 342, [("reduce-scatter", START, HALF), ("update ¼", HALF, UPDATED), ("all-gather", UPDATED, DONE)])
-    meters(made, 372, 10, "8 + 8/d = 10 bytes", [(START, 0.25), (HALF, 0.5), (6.7, 0.75), (DONE, 1)])
+    whole = Picture("DDP, and the distributed optimizer: the same traffic, 1/d of the state", WIDTH, END_S, END_S - 1)
+    whole.text(8, 20, "The same traffic, and 1/d of the optimizer's state", "strong")
     for rank in RANKS:
-        made.text(LEFT + rank * (RANK + GAP) + RANK / 2, 414, f"rank {rank}", "r m")
-    return made
+        whole.text(LEFT + rank * (RANK + GAP) + RANK / 2, 42, f"rank {rank}", "middle")
+    draw(whole, 48, "DDP", DDP)
+    draw(whole, 196, "Distributed optimizer", SHARDED)
+    whole.legend(8, 340)
+    return whole

@@ -93,14 +93,14 @@ def put_cells(trace, labels, telling, steps):
     of the labelled run. Garbage is what nobody reads before it is written or released, or the recording ends; but the
     model's own parameters anybody may read."""
     nexts, log = defaultdict(dict), list(trace.log)  # nexts: storage -> {byte: how it is accessed next}
-    for event, told in zip(reversed(trace.events), reversed(telling)):
+    for event, twin in zip(reversed(trace.events), reversed(telling)):
         while len(log) > event.time:
             uid, start, end, how = log.pop()
             nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
         cells = {}
         for uid, memory in event.memory.items():
             storage, seen = trace.storages[uid], []
-            for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, told.memory[uid]])):
+            for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, twin.memory[uid]])):
                 is_read = storage.is_model or nexts[uid].get(cell * storage.dtype.itemsize) == "read"
                 is_left_over = label.kind in ("gradient", "share") and event.phase in AFTER_GRADS
                 if (is_left_over or not is_read) and label.kind not in NOTHING:

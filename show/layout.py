@@ -2,34 +2,33 @@
 
 from .frames import Memory
 
-FLOW, FLOW_OF_PARAMS = 18, 16  # cells of a line, where nothing else says how many are side by side
-MAX_BY_TENSOR = 32  # elements of a model whose tensors have a line each
+FLOW = 18  # cells of a line, where nothing else says how many are side by side
 
 
 def places(recording):
     """Return for each storage the place of each of its cells: [column, line]."""
-    homes, storages, width = homes_of_elements(recording), recording["storages"], width_of(recording)
-    made = []
-    for storage in storages:
-        row, numel = storage["row"], storage["numel"]
-        parts = {other["part"]: other for other in storages if (other["rank"], other["row"]) == (storage["rank"], row)}
-        before = [other for other in parts.values() if part_number(other) < part_number(storage)]
-        if storage["shards"]:
+    homes, of_storages = homes_of_elements(recording), []
+    for storage in recording["storages"]:
+        row, numel, number = storage["row"], storage["numel"], part_number(storage)
+        before = {part_number(other): other for other in recording["storages"]
+                  if (other["rank"], other["row"]) == (storage["rank"], row) and part_number(other) < number}.values()
+        if row == "BucketBuffer.sent":  # a line: its columns aren't those of buckets
+            of_storages.append([[column, number] for column in range(numel)])
+        elif storage["shards"]:
             left = sum(sum(other["shards"]) + 1 for other in before)
-            made.append([[left + column, line] for column, line in grid(storage["shards"], recording["ranks"])])
+            of_storages.append([[left + column, line] for column, line in grid(storage["shards"], recording["ranks"])])
         elif row in ("parameters", "gradients") or numel == len(homes):
-            first = sum(recording["params"][: part_number(storage)])
-            made.append([homes[first + element] for element in range(numel)])
+            first = sum(recording["params"][:number])
+            of_storages.append([homes[first + element] for element in range(numel)])
         else:
             left = sum(other["numel"] for other in before)
-            made.append([[(left + cell) % width, (left + cell) // width] for cell in range(numel)])
-    return made
+            width = recording["ranks"] if is_replicated(recording) else FLOW
+            of_storages.append([[(left + cell) % width, (left + cell) // width] for cell in range(numel)])
+    return of_storages
 
 
-def width_of(recording):
-    """Return how many cells are side by side where nothing else says so: few where nothing is sharded."""
-    is_small = sum(recording["params"]) <= MAX_BY_TENSOR
-    return recording["ranks"] if is_small and set(recording["owners"]) == {-1} else FLOW
+def is_replicated(recording):
+    return set(recording["owners"]) == {-1}
 
 
 def part_number(storage):
@@ -37,7 +36,7 @@ def part_number(storage):
 
 
 def homes_of_elements(recording):
-    """Return the place of each element: in its bucket, in its shard, in the line of its tensor, or in the flow."""
+    """Return the place of each element: in its bucket, in its shard, or in the line of its tensor."""
     numel, homes = sum(recording["params"]), {}
     for number, storage in enumerate(recording["storages"]):
         in_grid = grid(storage["shards"], recording["ranks"])
@@ -46,9 +45,8 @@ def homes_of_elements(recording):
             return {element: place for (_, _, element, _), place in zip(cells, in_grid) if element is not None}
         if storage["row"] == "GradBuffer.flat":
             return dict(enumerate(in_grid))
-    if numel > MAX_BY_TENSOR or set(recording["owners"]) == {-1}:
-        width = min(width_of(recording), FLOW_OF_PARAMS)
-        return {element: [element % width, element // width] for element in range(numel)}
+    if is_replicated(recording):
+        return {element: [element % recording["ranks"], element // recording["ranks"]] for element in range(numel)}
     for line, length in enumerate(recording["params"]):
         homes |= {element: [column, line] for column, element in enumerate(range(len(homes), len(homes) + length))}
     return homes

@@ -13,49 +13,43 @@ from pathlib import Path
 from harness import STAGES
 from harness.workers import Workers
 
-from . import beats, frames, layout, replicated
+from . import beats, frames, layout, picture, replicated
 from .record import CORE_FILES, Program, record_rank
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("watch.html", "watch.css", "watch.js", "calculator.js")
+PARTS = ("watch.css", "watch.js", "calculator.js")
 PAGE = ROOT / "docs" / "watch.html"
-# 64 elements, so that what the ladder says of bytes is seen: every rank owns some, and buckets are about a tenth.
-TOY = Program(replicated.__name__, params=(5, 12, 8, 3, 12, 7, 9, 8), buckets=7)
-# 16 elements, so that a cell has room for its value: for phones and scenes; `make show STAGE=3` prints the first.
+# 16 elements, so that a cell has room for its value; `make show STAGE=3` prints the first.
 WHOLE = Program(replicated.__name__)
-OWNED = replace(WHOLE, params=(2, 2, 3, 3, 3, 3), buckets=5)  # every rank owns some tensors, and rank 0 two
-ONE, TWO, THREE, FOUR = (replace(WHOLE if stage == STAGES[2] else OWNED, package=stage) for stage in STAGES)
+OWNED = {"params": (2, 2, 3, 3, 3, 3)}  # every rank owns some tensors, and rank 0 two
+FILLED = {"params": (2, 2, 4, 4, 4), "buckets": 4}  # four buckets, of one tensor or two, that need no padding
+ONE, TWO, THREE, FOUR = (replace(WHOLE, package=stage, **toy) for stage, toy in zip(STAGES, (OWNED, OWNED, {}, FILLED)))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page. `beside`: the program to the right of it; `large`: the same with more elements."""
+    """A program of the page. `right`: what it is compared with."""
 
     id: str
     short: str
     title: str
     program: Program
-    beside: Program | None = None
-    large: Program | None = None
+    right: Program | None = None
     is_bug: bool = False
-
-
-def stage(id, short, title, program):
-    return Shown(id, short, title, program, large=replace(TOY, package=program.package))
 
 
 def bug(id, short, title, program, before, after):
     edited = replace(program, edit=("optimizer.py", before, after))
-    return Shown(id, short, title, edited, beside=program, is_bug=True)
+    return Shown(id, short, title, edited, right=program, is_bug=True)
 
 
 SHOWN = (
-    Shown("idea", "idea", "An all-reduce in two halves, with the update between them.", THREE, beside=WHOLE),
-    stage("0", "0 replicated", "Replicated training: nothing is sharded.", WHOLE),
-    stage("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE),
-    stage("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO),
+    Shown("idea", "idea", "An all-reduce in two halves, with the update between them.", THREE, right=WHOLE),
+    Shown("0", "0 replicated", "Replicated training: nothing is sharded.", WHOLE),
+    Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE),
+    Shown("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO),
     Shown("3", "3 grad buffer", "Stage 3, grad buffer: gradients and parameters take turns in one flat buffer.", THREE),
-    stage("4", "4 overlap", "Stage 4, overlap: buckets leave during the backward pass, parameters arrive during the "
+    Shown("4", "4 overlap", "Stage 4, overlap: buckets leave during the backward pass, parameters arrive during the "
           "next forward pass.", FOUR),
     bug("1-copy", "1: not copied back", "Bug of stage 1: what was broadcast isn't copied back.", ONE,
         "                copy_all(shard, cut_like(flat, shard))\n", ""),
@@ -77,47 +71,45 @@ SHOWN = (
 
 
 def all_recordings():
-    """Return the recordings of SHOWN, with what the page says of them, then those that are beside or larger."""
-    programs = dict.fromkeys(program for shown in SHOWN for program in (shown.program, shown.beside, shown.large)
-                             if program)
+    """Return the recordings of SHOWN, with what the page says of them, then those that they are compared with."""
+    programs = {program for shown in SHOWN for program in (shown.program, shown.right) if program}
     with Workers(4, timeout_s=600) as workers:
         recorded = {program: frames.recording(workers.run(record_rank, program), program) for program in programs}
     for recording in recorded.values():
         for storage, places in zip(recording["storages"], layout.places(recording)):
             storage["places"] = places
-    made, hidden = [], []
+    recordings, hidden = [], []
     for shown in SHOWN:
-        recording, beside = recorded[shown.program], recorded.get(shown.beside)
-        said = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug}
-        made.append(recording | said | {"beats": beats.resolved(shown.id, recording, beside)})
+        recording, right = recorded[shown.program], recorded.get(shown.right)
+        details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug,
+                   "beats": beats.resolved(shown.id, recording, right)}
         if shown.is_bug:
-            made[-1]["edit"] = beats.edit_of(shown.program, recording, beside)
+            details["edit"] = beats.edit_of(shown.program, recording, right)
         else:
-            made[-1]["formula"] = beats.formulas("3" if beside else shown.id, recording)
-        if beside:
-            hidden.append(beside | {"id": f"{shown.id}-beside", "title": "", "hidden": True})
-            made[-1]["beside"] = hidden[-1]["id"]
-        if shown.large:
-            large = recorded[shown.large]
-            said_of_it = {"id": f"{shown.id}-large", "beats": beats.resolved(shown.id, large),
-                          "formula": beats.formulas(shown.id, large), "hidden": True}
-            hidden.append(large | said | said_of_it)
-            made[-1]["large"] = hidden[-1]["id"]
-    return made + hidden
+            details["formula"] = beats.formulas(shown.id, recording)
+        if right:
+            details["beside"] = f"{shown.id}-beside"
+            hidden.append(right | {"id": details["beside"], "title": "", "hidden": True})
+        recordings.append(recording | details)
+    return recordings + hidden
 
 
 def stamp():
     """-> a hash of the cores and of show/, by which a page tells what it was made from."""
     cores = [ROOT / stage / name for stage in STAGES for name in CORE_FILES]
-    made_from = sorted(path for path in (*cores, *ROOT.glob("show/*.py")) if path.exists())
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in made_from)).hexdigest()
+    files = sorted(path for path in (*cores, *ROOT.glob("show/*.py")) if path.exists())
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def page(recordings):
     """-> the text of the page that plays `recordings`."""
     data = {"stamp": stamp(), "programs": recordings}
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(), mtime=0)
-    html, css, js, calculator = ((ROOT / "show/page" / name).read_text(encoding="utf-8") for name in PARTS)
-    js = f"{js.strip()}\n\n{calculator.strip()}\n\nstart();"
-    text = html.replace("/*css*/", css.strip()).replace("/*js*/", js.strip())
-    return text.replace("/*data*/", base64.b64encode(packed).decode())
+    css, js, calculator, text = (
+        (ROOT / "show/page" / name).read_text(encoding="utf-8").strip() for name in (*PARTS, "watch.html"))
+    parts = {"css": f"{picture.CSS}\n{css}", "js": f"{js}\n\n{calculator}\n\nstart();", "light": picture.THEMES[""],
+             "dark": picture.THEMES["_dark"], "patterns": picture.patterns(),
+             "data": base64.b64encode(packed).decode()}
+    for name, part in parts.items():
+        text = text.replace(f"/*{name}*/", part)
+    return text + "\n"

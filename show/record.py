@@ -175,8 +175,8 @@ def record_rank(rank, program):
         telling, inputs = trace, plain
     table = labels.Table(*inputs, replicated_steps(program, *inputs), inputs[0].dtype)
     labels.put_cells(trace, labels.labels_of(telling, table), telling.events, program.steps)
-    in_loop = itertools.dropwhile(lambda one: not one.stack or one.stack[0].file != "loop.py", trace.events)
-    shown = itertools.takewhile(lambda one: one.step < program.steps or one.phase == "forward", in_loop)
+    in_loop = itertools.dropwhile(lambda event: not event.stack or event.stack[0].file != "loop.py", trace.events)
+    shown = itertools.takewhile(lambda event: event.step < program.steps or event.phase == "forward", in_loop)
     events, storages = frames.folded(list(shown)), {}
     for event in events:
         event.starts = [with_contents(operation, event.memory, trace.storages) for operation in event.starts]
@@ -207,7 +207,7 @@ def described(storage, rank, numel, d):
     if not cuts and any(shape == (numel // d,) for _, shape in storage.views):
         cuts = {(0, numel // d)}
     shards = []
-    for offset, shard in sorted(cuts, key=lambda one: (one[0], -one[1])):
+    for offset, shard in sorted(cuts, key=lambda cut: (cut[0], -cut[1])):
         if offset == d * sum(shards):
             shards.append(shard)
     is_cut = d > 1 and d * sum(shards) == numel

@@ -1,104 +1,83 @@
 """The scenes of the chapters, one a stage: what each rank holds, and what flies between them, with its numbers.
 
-They are drawn from the recordings and the beats of the page: from beats that have a caption. Two chapters have stills.
+They are drawn from the recordings and the beats of the page: from beats that have a caption.
 """
 
-import re
 import textwrap
-from typing import NamedTuple
+from itertools import pairwise
 
 from . import hero
 from .frames import Memory
-from .picture import Cell, Picture
+from .picture import Cell, Picture, spans
 from .terminal import short
 
 N_RANKS, LEFT, RANK, GAP, LINE, BAR = 4, 8, 110, 12, 16, 13  # pixels: RANK: the width of one; LINE: a cell's height
 WIDTH = 2 * LEFT + N_RANKS * RANK + (N_RANKS - 1) * GAP
 FLIGHT_S, NEXT_FLIGHT_S, READING_S = 1.3, 0.25, 1.9
 
-
-class Scene(NamedTuple):
-    title: str
-    columns: int  # cells of a rank side by side
-    still: int  # the beat that is seen where motion is off
-    rows: dict  # what is written above -> rows of the recording that are never there at the same time
-
-
 MODEL = {"parameters": ("parameters",), "gradients": ("gradients",)}
-MOMENTS = {"first moments": ("exp_avg",), "second moments": ("exp_avg_sq",)}
+MOMENTS = {"two moments of each element that the rank updates": ("exp_avg",), "": ("exp_avg_sq",)}
+# The beat that is seen where motion is off; and what is written above -> rows that are never there at the same time.
 SCENES = {
-    "1": Scene("Stage 1: naive broadcast", 5, 5, MODEL | {
-        "flat copy, to be sent": ("average: flat", "sync_params: flat")} | MOMENTS),
-    "2": Scene("Stage 2: padded all-gather", 5, 5, MODEL | {
-        "flat copy, later all shards": ("average: flat", "sync_params: gathered"),
-        "its own shard, padded": ("sync_params: padded",)} | MOMENTS),
-    "3": Scene("Stage 3: grad buffer", 4, 3, {
-        "the buffer: line r belongs to rank r": ("GradBuffer.flat",), "parameters": ("parameters",)} | MOMENTS),
-    "4": Scene("Stage 4: overlap", 5, 2, {
-        "parameters: the columns are buckets 1 to 5, line r is rank r's": ("ParameterBuffer.flat",),
-        "gradients, until their bucket leaves": ("gradients",), "two bucket buffers": ("BucketBuffer.sent",),
-        "averages of its own shards": ("PartitionedGradient.shard",)}),
+    "1": (6, MODEL | {"a flat copy, to be sent": ("average: flat", "sync_params: flat")} | MOMENTS),
+    "2": (5, MODEL | {"a flat copy; later the shards of all ranks": ("average: flat", "sync_params: gathered"),
+                      "its own shard, padded": ("sync_params: padded",)} | MOMENTS),
+    "3": (6, {"each rank's flat buffer: line r belongs to rank r": ("GradBuffer.flat",),
+              "parameters": ("parameters",)} | MOMENTS),
+    "4": (2, {"parameters: a column is a bucket, line r belongs to rank r": ("ParameterBuffer.flat",),
+              "gradients, until their bucket is sent": ("gradients",),
+              "two bucket buffers, one below the other": ("BucketBuffer.sent",),
+              "averages of the rank's own shards": ("PartitionedGradient.shard",)} | MOMENTS),
 }
-KINDS = {"gradient": "gradient", "average": "average", "old": "old", "stale": "old, awaited",
-         "new": "new", "moment": "moment", "garbage": "garbage"}
 
 
 class Panel:
     """The memory of all ranks: rows below each other from `top` on; `bottom` is below the last."""
 
-    def __init__(self, picture, recording, columns, rows, top):
-        self.picture, self.recording, self.width, self.tops = picture, recording, RANK // columns, {}
-        lines = {}
-        for storage in recording["storages"]:
-            lines[storage["row"]] = max([lines.get(storage["row"], 0), *(1 + line for _, line in storage["places"])])
+    def __init__(self, picture, recording, rows, top):
+        self.picture, self.recording, self.bottom, self.tops = picture, recording, top + 20, {}
+        for rank in range(N_RANKS):
+            picture.rect(LEFT + rank * (RANK + GAP), top, RANK - 2, 3, f"own o{rank}")
+            picture.text(LEFT + rank * (RANK + GAP), top + 15, f"rank {rank}")
+        n_columns = 0
         for words, names in rows.items():
-            picture.text(LEFT, top + 11, words)
-            self.tops |= dict.fromkeys(names, top + 15)
-            top += 17 + LINE * max(lines[name] for name in names)
-        self.bottom = top
+            picture.text(LEFT, self.bottom + 11, words)
+            self.tops |= dict.fromkeys(names, self.bottom + 15 * bool(words))
+            columns, lines = zip(*(place for storage in recording["storages"] if storage["row"] in names
+                                   for place in storage["places"]))
+            n_columns = max(n_columns, 1 + max(columns))
+            self.bottom += 15 * bool(words) + LINE * (1 + max(lines)) + 2
+        self.width = RANK // n_columns
 
-    def cell(self, number, index, values):
-        value, kind, element, _ = values
-        storage = self.recording["storages"][number]
-        owner = storage["rank"] if element is None or kind == "moment" else self.recording["owners"][element]
-        column, line = storage["places"][index]
-        x = LEFT + storage["rank"] * (RANK + GAP) + column * self.width
-        words = "" if kind in ("padding", "garbage", "unset") else short(value)
-        return Cell(kind, owner, x, self.tops[storage["row"]] + line * LINE, self.width, LINE, words)
+    def cells(self, number, values, first=0):
+        """Return the Cells of `values`, which are those of a storage from `first` on."""
+        storage, cells = self.recording["storages"][number], []
+        for (value, kind, element, _), (column, line) in zip(values, storage["places"][first:]):
+            owner = storage["rank"] if element is None or kind == "moment" else self.recording["owners"][element]
+            x, y = LEFT + storage["rank"] * (RANK + GAP) + column * self.width, self.tops[storage["row"]] + line * LINE
+            words = "" if kind in ("padding", "garbage", "unset", "moment") else short(value, 4)
+            cells.append(Cell(kind, owner, x, y, self.width, LINE, words))
+        return cells
 
-    def cells(self, frame):
-        """Return all cells that are seen after a frame: where a new storage takes the place of another, the new."""
-        memory, cells = Memory(self.recording, frame), {}
-        for number in sorted(memory.cells):
-            for index, values in enumerate(memory.cells[number] or ()):
-                if self.recording["storages"][number]["row"] in self.tops:
-                    cell = self.cell(number, index, values)
-                    cells[cell.x, cell.y] = cell
-        return cells.values()
+    def draw(self, frame, *span):
+        """Add all cells as they are after a frame: where a new storage takes the place of another, the new."""
+        cells = {}
+        for number, values in sorted(Memory(self.recording, frame).cells.items()):
+            if values and self.recording["storages"][number]["row"] in self.tops:
+                cells |= {(cell.x, cell.y): cell for cell in self.cells(number, values)}
+        for cell in cells.values():
+            self.picture.add(cell, *span)
 
-    def draw(self, changes, end):
-        """Add the cells with the seconds in which they are seen. changes: (second, frame), in order."""
-        spans = {}
-        for (start, frame), (stop, _) in zip(changes, [*changes[1:], (end, 0)]):
-            for cell in self.cells(frame):
-                of_cell = spans.setdefault(cell, [])
-                first = of_cell.pop()[0] if of_cell and of_cell[-1][1] == start else start
-                of_cell.append((first, stop))
-        for cell, of_cell in spans.items():
-            self.picture.add(cell, *([] if of_cell == [(0, end)] else of_cell))
-        return {cell.kind for cell in spans}
-
-    def fly(self, second, operation):
+    def fly(self, start, stop, operation):
         """Add what an operation carries. What comes from further away arrives later."""
         for (sender, receiver, _, frame, _), move in zip(operation["arrows"], operation["moves"]):
             source, first, target, target_first, n_cells = move
-            values = Memory(self.recording, frame).cells[source]
-            start = second + FLIGHT_S / 6 * ((receiver - sender) % N_RANKS - 1)
-            for index in range(n_cells):
-                cell = self.cell(source, first + index, values[first + index])
-                there = self.cell(target, target_first + index, values[first + index])
+            values = Memory(self.recording, frame).cells[source][first : first + n_cells]
+            leaves = start + (stop - start) / 6 * ((receiver - sender) % N_RANKS - 1)
+            for cell, landed in zip(self.cells(source, values, first), self.cells(target, values, target_first)):
                 if cell.kind != "padding":
-                    self.picture.fly(cell, there.x - cell.x, there.y - cell.y, start, start + FLIGHT_S * 2 / 3)
+                    way = landed.x - cell.x, landed.y - cell.y
+                    self.picture.fly(cell, *way, leaves, leaves + (stop - start) * 2 / 3)
 
 
 def span_of(operation):
@@ -106,99 +85,70 @@ def span_of(operation):
 
 
 def timetable(recording):
-    """Return captions, changes of memory and flights, (second, beat, frame or operation) each; and the loop's end."""
+    """Return captions, (second, beat); changes of memory, (second, frame); flights, (from, to, operation); the end.
+
+    What leaves before another message has arrived is in flight together with it, and what leaves later isn't.
+    """
     captions, changes, flights, second, before = [], [], [], 0.0, 0
     for beat in filter(lambda beat: beat["caption"], recording["beats"]):
         captions.append((second, beat))
         arriving = [operation for operation in recording["operations"]
                     if before < span_of(operation)[1] <= beat["frame"]]
-        landing = second
-        for number, operation in enumerate(arriving):
+        pace, landing = (FLIGHT_S + NEXT_FLIGHT_S * (len(arriving) - 1)) / (len(arriving) + 1), second
+        for number, operation in enumerate(arriving, 2):
             changes.append((landing, span_of(operation)[1] - 1))
-            flights.append((second + number * NEXT_FLIGHT_S, operation))
-            landing = flights[-1][0] + FLIGHT_S
+            landing = second + pace * number
+            arrived = [stop for _, stop, earlier in flights if span_of(earlier)[1] <= span_of(operation)[0]]
+            flights.append((max([landing - 2 * pace, *arrived]), landing, operation))
         changes.append((landing, beat["frame"]))
         second, before = max(second + 1.2, landing) + READING_S, beat["frame"]
     return captions, changes, flights, second
 
 
-def scene(id, recording):
+def draw_timeline(picture, recording, changes, top):
+    """Draw what runs, from left to right, and below it what is in flight: each bucket, or else each kind of message."""
+    frames, operations, left, lines = recording["frames"], recording["operations"], LEFT + 88, {}
+    scale = (WIDTH - LEFT - left) / len(frames)
+    backward = [index for index, frame in enumerate(frames) if (frame["step"], frame["phase"]) == (0, "backward")]
+    forward = [index for index, frame in enumerate(frames) if frame["step"] == 1]
+    edges = backward[0], backward[-1] + 1, forward[0], len(frames)
+    for phase, (first, last) in zip(("backward", "step", "forward"), pairwise(edges)):
+        picture.rect(left + first * scale, top, (last - first) * scale - 1, BAR - 2, "line")
+        picture.text(min(left + (first + last) / 2 * scale, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
+    buckets = [operation["params"] for operation in operations if operation["kind"] == "reduce-scatter"]
+    for operation in operations:
+        (first, last), kind = span_of(operation), f"bar {operation['what']}"
+        name = f"bucket {1 + buckets.index(operation['params'])}" if len(buckets) > 1 else operation["kind"]
+        y = top + BAR * lines.setdefault(name, 1 + len(lines))
+        picture.text(LEFT, y + 9, name)
+        picture.rect(left + first * scale, y, (last - first) * scale, BAR - 2, kind)
+        for frame, *span in changes:
+            if first <= frame < last:
+                picture.rect(left + first * scale, y, (last - first) * scale, BAR - 2, f"{kind} live", *span)
+    for frame, *span in changes:
+        picture.rect(left + frame * scale, top + BAR, 1.5, BAR * len(lines), "ink", *span)
+    return top + BAR * (1 + len(lines)) + 2
+
+
+def scene(recording, still, rows):
     """Return the Picture of a stage."""
-    spec, (captions, changes, flights, end) = SCENES[id], timetable(recording)
-    picture = Picture(spec.title, WIDTH, 0, end, captions[spec.still][0] + FLIGHT_S + 1)
-    piece = (WIDTH - 2 * LEFT) / len(captions)
-    for number, ((start, beat), (stop, _)) in enumerate(zip(captions, [*captions[1:], (end, None)])):
-        picture.rect(LEFT + number * piece, 6, piece - 3, 4, "line")
-        picture.rect(LEFT + number * piece, 6, piece - 3, 4, "ink", (start, stop))
-        for line, words in enumerate(textwrap.wrap(beat["caption"], 44)):
-            picture.text(LEFT, 28 + 17 * line, words, "b", (start, stop))
-        place = f"{number + 1} of {len(captions)}" if number else "1: the loop starts here"
-        picture.text(WIDTH - LEFT, 62, place, "s e", (start, stop))
-    top = 70
-    if len({operation["kind"] for operation in recording["operations"]}) < len(recording["operations"]) - 4:
-        top = draw_timeline(picture, recording, changes, end)
-    else:
-        for (start, operation), (next_start, _) in zip(flights, [*flights[1:], (end, None)]):
-            n_bytes = sum(arrow[2] for arrow in operation["arrows"] if arrow[0] == operation["arrows"][0][0])
-            words = f"in flight: {operation['kind']} of {operation['what']}, {n_bytes} B from each sender"
-            picture.text(LEFT, 62, words, "s", (start, min(start + FLIGHT_S, next_start)))
-    panel = Panel(picture, recording, spec.columns, spec.rows, draw_ranks(picture, top))
-    kinds, x = panel.draw(changes, end), LEFT
-    for second, operation in flights:
-        panel.fly(second, operation)
-    for kind in filter(kinds.__contains__, KINDS):
-        picture.add(Cell(kind, 0, x, panel.bottom + 8, 18, 12))
-        picture.text(x + 20, panel.bottom + 18, KINDS[kind], "s")
-        x += 32 + 6.2 * len(KINDS[kind])
-    picture.height = panel.bottom + 26
+    captions, changes, flights, end = timetable(recording)
+    captions, changes = spans(captions, end), spans(changes, end)
+    picture = Picture(recording["title"], WIDTH, end, captions[still][-1] - 0.1)
+    for number, (beat, *span) in enumerate(captions, 1):
+        for line, words in enumerate(textwrap.wrap(beat["caption"], 58)):
+            picture.text(LEFT, 18 + 17 * line, words, "strong", *span)
+        progress = f"{number} of {len(captions)}" if number > 1 else "1: the loop starts here"
+        picture.text(WIDTH - LEFT, 52, progress, "soft end", *span)
+    panel = Panel(picture, recording, rows, draw_timeline(picture, recording, changes, 58))
+    for frame, *span in changes:
+        panel.draw(frame, *span)
+    for flight in flights:
+        panel.fly(*flight)
+    picture.legend(LEFT, panel.bottom + 8)
     return picture
-
-
-def draw_ranks(picture, top):
-    for rank in range(N_RANKS):
-        picture.rect(LEFT + rank * (RANK + GAP), top, RANK - 2, 3, f"c{rank}")
-        picture.text(LEFT + rank * (RANK + GAP), top + 15, f"rank {rank}")
-    return top + 20
-
-
-def draw_timeline(picture, recording, changes, end):
-    """Draw what runs, from left to right, and below it a bar for each bucket, marked while it is in flight."""
-    frames, top, n_buckets = recording["frames"], 72, len(recording["operations"]) // 2
-    scale = (WIDTH - 2 * LEFT) / len(frames)
-    for step, phase in ((0, "backward"), (1, "forward")):
-        inside = [index for index, frame in enumerate(frames) if (frame["step"], frame["phase"]) == (step, phase)]
-        picture.rect(LEFT + inside[0] * scale, top, len(inside) * scale, BAR - 2, "line")
-        picture.text(LEFT + (inside[0] + len(inside) / 2) * scale, top + 9, phase, "m s")
-    for number, operation in enumerate(recording["operations"]):
-        (first, last), y = span_of(operation), top + BAR * (1 + number % n_buckets)
-        box, kind = (LEFT + first * scale, y, (last - first) * scale, BAR - 2), operation["what"]
-        picture.rect(*box, f"{kind} pale")
-        seconds = [second for second, frame in changes if first <= frame < last]
-        landed = min([second for second, frame in changes if frame >= last], default=end)
-        if seconds:
-            picture.rect(*box, f"{kind} live", (seconds[0], landed))
-        bucket = number + 1 if number < n_buckets else 2 * n_buckets - number
-        picture.text(LEFT + first * scale + 4, y + 9, f"bucket {bucket}")
-    for (start, frame), (stop, _) in zip(changes, [*changes[1:], (end, 0)]):
-        picture.rect(LEFT + frame * scale, top, 1.5, BAR * (n_buckets + 1), "ink", (start, stop))
-    return top + BAR * (n_buckets + 1) + 2
 
 
 def pictures(recordings):
     """Return {file name: Picture} of all pictures. recordings: by their ids."""
-    made = {"watch": hero.picture()} | {f"watch_{id}": scene(id, recordings[id]) for id in SCENES}
-    made["show_buffer"] = buffer = Picture("Stage 3: the buffer of four ranks in its five states", WIDTH, 0)
-    made["show_buckets"] = buckets = Picture("Stage 4: buckets, each cut into a shard for each rank", WIDTH, 0)
-    buffer.height = draw_ranks(buffer, 6)
-    for beat in recordings["3"]["beats"]:
-        state = re.match(r"State \d[^A-Z]*([A-Z_]+)", beat["says"])
-        if state and beat["caption"]:
-            rows = {f"{state[1]}: {beat['caption']}": ("GradBuffer.flat",)}
-            panel = Panel(buffer, recordings["3"], 4, rows, buffer.height)
-            panel.draw([(0, beat["frame"])], buffer.seconds)
-            buffer.height = panel.bottom
-    words, rows = next(iter(SCENES["4"].rows.items()))
-    panel = Panel(buckets, recordings["4"], 5, {words: rows}, draw_ranks(buckets, 6))
-    panel.draw([(0, 0)], buckets.seconds)
-    buckets.height = panel.bottom
-    return made
+    return {"watch": hero.picture()} | {f"watch_{id}": scene(recordings[id], *SCENES[id]) for id in SCENES}

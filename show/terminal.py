@@ -14,10 +14,10 @@ Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank tha
 again before it is written. │: another parameter, shard or piece begins."""
 
 
-def short(value):
-    """At most five characters: three digits where they fit."""
-    texts = ["?"] if value is None else [f"{value:.{digits}g}" for digits in (5, 4, 3, 2, 1)]
-    return next((text for text in texts if len(text) <= 5), "…")
+def short(value, room=5):
+    """At most `room` characters: three digits where they fit."""
+    texts = ["?"] if value is None else [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
+    return next((text for text in texts if len(text) <= room), "…")
 
 
 def draw_row(memory, rank, numbers):
@@ -47,15 +47,17 @@ def play(recording):
     say(f"[bold]{escape(recording['title'])}[/]\n{EXPLANATION}\n")
     for index, frame in enumerate(frames):
         changed = memory.take(frame)
-        leaving = [one for one in recording["operations"] if min(a[3] for a in one["arrows"]) == index]
+        leaving = [operation for operation in recording["operations"]
+                   if min(arrow[3] for arrow in operation["arrows"]) == index]
         if not (changed or leaving or index == len(frames) - 1):
             continue
         name, file, line, text = memory.place(frame["at"][0][0] if frame["at"] else 0)
         say(f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}")
         say(f"    {escape(text)}")
-        for one in leaving:
-            sizes = " to ".join(map(str, sorted({arrow[2] for arrow in one["arrows"]})))
-            say(f"  ⇒ {one['kind']} of {one['what']}: {len(one['arrows'])} messages of {sizes} B")
+        for operation in leaving:
+            arrows = operation["arrows"]
+            sizes = " to ".join(map(str, sorted({arrow[2] for arrow in arrows})))
+            say(f"  ⇒ {operation['kind']} of {operation['what']}: {len(arrows)} messages of {sizes} B")
         for row, ranks in memory.rows().items():
             if any(number in changed for numbers in ranks.values() for number in numbers):
                 say(f"  [bold]{escape(row)}[/]")

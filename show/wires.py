@@ -53,7 +53,7 @@ class Wires(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, function._schema
-        arguments = dict(zip((one.name for one in schema.arguments), args)) | kwargs
+        arguments = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
         kind, *used = ledger.OPERATORS.get(schema.name.removeprefix("c10d::"), ("",))
         if any(used):
             return self.communicate(function, args, kwargs, kind, *used, arguments)

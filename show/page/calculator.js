@@ -9,6 +9,7 @@ const MODELS = {
   "124M": gpt2(12, 768), "1.5B": gpt2(48, 1600), "7B": llama(32, 4096, 11008, 4096), "70B": llama(80, 8192, 28672, 1024),
 };
 const KINDS = ["parameters", "gradients", "main parameters", "moments", "bucket buffers"];
+const colour = (kind) => `o${kind < 4 ? kind : -1}`; // as ranks have them
 const REACHED = 0.4; // of a device's FLOPs, as make plan has it
 const SLIDERS = { // words, least, most: powers of 10 or, of d, of 2; value at first; unit
   psi: ["Ψ, parameters", 7, 11, 9.829, ""], ranks: ["d, ranks", 0, 10, 6, ""],
@@ -67,7 +68,7 @@ function drawCalculator() {
   const seconds = (n) => (n < 1 ? `${+(1000 * n).toPrecision(3)} ms` : `${+n.toPrecision(3)} s`);
   $("rows").innerHTML = rows.map(([name, formula, held, sentFormula, sent, overlaps]) => {
     const link = sent / (at.link * 1e9 / 8), floor = overlaps ? Math.max(compute, link) : compute + link;
-    const bars = held.map((n, i) => `<i class="k${i}" style="width:${(100 * n) / most}%" title="${KINDS[i]}"></i>`).join("");
+    const bars = held.map((n, i) => `<i class="${colour(i)}" style="width:${(100 * n) / most}%" title="${KINDS[i]}"></i>`).join("");
     return `<tr><th>${name}</th><td>${short(total(held))}B<small>${formula} = ${+(total(held) / at.psi).toPrecision(3)} bytes
       per parameter</small></td><td class="stack">${bars}</td><td>${short(sent)}B<small>${sentFormula} · (d-1)/d</small></td>
       <td>${seconds(floor)}<small>${overlaps ? "max" : "sum"} of ${seconds(compute)}, ${seconds(link)}</small></td></tr>`;
@@ -85,7 +86,7 @@ function startCalculator() {
   $("sliders").innerHTML = Object.entries(SLIDERS).map(slider).join("");
   $("models").innerHTML = Object.keys(MODELS).map((name) => `<button title="a model of ${name}">${name}</button>`).join("")
     + '<label><input type="checkbox" id="is16" checked> 16-bit parameters</label>';
-  $("kinds").innerHTML = KINDS.map((kind, i) => `<span><i class="k${i}"></i> ${kind}</span>`).join(" ");
+  $("kinds").innerHTML = KINDS.map((kind, i) => `<span><i class="${colour(i)}"></i> ${kind}</span>`).join(" ");
   $("models").onclick = ({ target }) => {
     if (MODELS[target.textContent]) $("psi").value = Math.log10(total(MODELS[target.textContent]));
     drawCalculator();

@@ -45,9 +45,8 @@ class Player {
     for (const one of this.operations) {
       one.start = Math.min(...one.arrows.map((a) => a[3]));
       one.end = Math.max(...one.arrows.map((a) => a[4]));
-      const params = one.params.length > 6 ? `${one.params.length} tensors` : one.params.map((i) => `p${i}`).join(" ");
-      one.title = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})`
-        : `${one.what || "values"}${params && ` of ${params}`}`;
+      const params = one.params.map((i) => `p${i}`).join(" ");
+      one.line = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})` : one.kind;
     }
     this.rows = this.makeRows();
     this.phases = this.makePhases();
@@ -78,30 +77,16 @@ class Player {
     return phases;
   }
 
-  /** Bytes that each rank gives and gets in some collectives. */
-  traffic(arrows) {
-    const give = Array(this.ranks).fill(0), get = [...give];
-    for (const [from, to, n] of arrows) { give[from] += n; get[to] += n; }
-    return [give, get];
-  }
-
-  /** Operations that have brought a rank something in frame k, each with the ranks that it comes from. */
-  arrivals(rank, k) {
-    return this.operations.flatMap(({ kind, arrows }) => {
-      const from = arrows.filter((a) => a[1] === rank && a[4] === k).map((a) => a[0]);
-      return from.length ? [{ kind, senders: [...new Set(from)] }] : [];
-    });
+  /** Bytes that a rank has sent until frame k, a mean. */
+  sent(k) {
+    const left = this.operations.flatMap(({ arrows }) => arrows).filter(([, , , start]) => start <= k);
+    return Math.round(total(left.map(([, , bytes]) => bytes)) / this.ranks);
   }
 
   /** What is drawn of a row on a rank: of each part the storage that came last. */
   drawn(row, rank, k) {
     const { cells } = this.states[k];
     return Object.values(row.slots[rank]).map((some) => last(some.filter((s) => cells[s]))).filter((s) => s >= 0);
-  }
-
-  /** What is drawn of a row on a rank and has the same part as storage `s` of `player`, be it another run's. */
-  twin(row, rank, k, s, player) {
-    return this.drawn(row, rank, k).find((one) => this.storages[one].part === player.storages[s].part);
   }
 
   place(rank, k) { return last(this.stacks[this.states[k].at[rank]]); }
@@ -125,12 +110,7 @@ class Player {
 }
 
 const players = {};
-const program = (id) => DATA.programs.find((one) => one.id === id);
-/** The player of a program: where cells are large enough, of its recording with more elements. */
-function player(id) {
-  const name = (!isNarrow() && program(id).large) || id;
-  return (players[name] ||= new Player(program(name)));
-}
+const player = (id) => (players[id] ||= new Player(DATA.programs.find((one) => one.id === id)));
 
 // ---------------------------------------------------------------- the picture: page and chapters have it from here
 
@@ -140,24 +120,9 @@ const tag = (name, attributes, inside = "") => {
 };
 const write = (x, y, kind, words, more = {}) => tag("text", { x, y, class: kind, ...more }, escape(words));
 
-/** Stripes in the colour of each owner: gradients wide, what is divided fine, moments level. */
-function patterns(ranks) {
-  const of = (kind, rank, size, turn, stroke, paper) => {
-    const fill = rank < 0 ? "var(--everyone)" : `var(--rank${rank})`;
-    const box = { width: size, height: size }, turned = { patternTransform: `rotate(${turn})` };
-    return tag("pattern", { id: `${kind}${rank}`, ...box, patternUnits: "userSpaceOnUse", ...turned },
-      tag("rect", { ...box, fill, "fill-opacity": paper })
-      + tag("path", { d: `M0 0V${size}`, stroke: fill, "stroke-width": stroke }));
-  };
-  const all = Array.from({ length: ranks + 1 }, (_, i) => [
-    of("gradient", i - 1, 5, 45, 5, 0.3), of("share", i - 1, 3, 45, 1.4, 0.12), of("moment", i - 1, 4, 90, 3, 0.25)]);
-  return tag("defs", {}, all.flat().join(""));
-}
-
 const cellRect = (kind, owner, x, y, width, height, written = "", more = {}) => tag("rect", {
-  class: `cell ${kind}${written}${owner < 0 ? "" : ` o${owner}`}`, x, y, width, height,
-  rx: kind === "new" ? (height + 1) / 3 : 1, ...more,
-  ...(/gradient|share|moment/.test(kind) && { fill: `url(#${kind}${owner})` }),
+  class: `cell ${kind}${written} o${owner}`, x, y, width, height,
+  rx: kind === "new" ? (height + 1) / 3 : 1, fill: `url(#${kind}${owner})`, ...more,
 });
 
 function drawCell(p, s, cell, k, from, x, y, size, high) {
@@ -170,11 +135,14 @@ function drawCell(p, s, cell, k, from, x, y, size, high) {
   const hasGap = isNext && p.storages[s].places[cell][0];
   const gap = hasGap ? tag("path", { class: "gap", d: `M${x - 0.5} ${y}v${high}` }) : "";
   const text = kind === "freed" || size < (kind === "moment" ? 26 : 20) ? "" : kind === "padding" ? "·" : number(value);
-  const small = Math.min(11, (1.6 * size) / Math.max(3, text.length));
-  const style = small < 11 && { style: `font-size:${small}px` };
   const at = { "data-s": s, "data-cell": cell, tabindex: -1 };
   const rect = cellRect(kind, owner, x, y, size - 1, high - 1, written, at);
-  return rect + gap + (text && write(x + size / 2 - 0.5, y + high - 5, `value ${kind}`, text, style));
+  return rect + gap + (text && writeValue(x, y + high - 5, size, kind, text));
+}
+
+function writeValue(x, y, size, kind, text) {
+  const style = `font-size:${Math.min(11, (1.6 * size) / Math.max(3, text.length))}px`;
+  return write(x + size / 2 - 0.5, y, `value ${kind}`, text, { style });
 }
 
 function number(value) {
@@ -204,7 +172,7 @@ function drawMemory(p, k, from, width, height, looks, rows) {
   const high = Math.max(cell > 20 ? 12 : 7, Math.min(18, 2 * cell, fitting));
   const out = p.held[k].map((bytes, rank) => {
     const x = rank * column;
-    return tag("rect", { x, y: 0, width: column - 10, height: 4, class: `bar o${rank}` })
+    return tag("rect", { x, y: 0, width: column - 10, height: 4, class: `own o${rank}` })
       + write(x, 18, "rank", `rank ${rank}`) + write(x, 31, "soft", `${bytes} B`);
   });
   let y = top;
@@ -220,42 +188,34 @@ function drawMemory(p, k, from, width, height, looks, rows) {
     out.push(tag("g", { class: "row", "data-row": row.name }, cells));
     y += row.lines * high + 19;
   }
-  const small = cell < 8 ? " small" : "", all = patterns(p.ranks) + out.join("");
   const label = { role: "group", "aria-label": "memory of all ranks" };
-  return tag("svg", { class: `memory${small}`, viewBox: `0 0 ${width} ${y}`, width, height: y, ...label }, all);
+  return tag("svg", { class: "memory", viewBox: `0 0 ${width} ${y}`, width, height: y, ...label }, out.join(""));
 }
 
 const cutAtComma = (text, most) => (text.length <= most ? text : `${text.slice(0, most).replace(/,[^,]*$/, "")}, …`);
 
-/** What runs, from left to right, and below it what is in flight meanwhile, by name: outlined what has been in flight
-    since frame `from` -> [svg, height]. */
-function drawOverlap(p, width, high, from, now) {
-  const x = (k) => (k / p.frames.length) * width, lines = [];
-  const out = p.phases.map(({ phase, start, end }) => {
-    const wide = x(end) - x(start), isNow = now >= start && now < end;
+/** What runs, from left to right, and below it what is in flight meanwhile, a line for each bucket or kind of message:
+    outlined what has been in flight since frame `from` -> [svg, height, where the band begins]. */
+function drawOverlap(p, width, high, from, k) {
+  const lines = [...new Set(p.operations.map(({ line }) => line))], isLive = ({ start, end }) => start <= k && k < end;
+  const left = 12 + 6 * Math.max(...lines.map((line) => line.length)), tall = 18 + lines.length * high;
+  const x = (frame) => left + (frame / p.frames.length) * (width - left), top = (line) => 18 + lines.indexOf(line) * high;
+  const phases = p.phases.map(({ phase, start, end }) => {
+    const wide = x(end) - x(start), isNow = k >= start && k < end;
     return tag("g", { class: `phase${isNow ? " now" : ""}`, "data-k": start },
-      tag("rect", { x: x(start), y: 0, width: Math.max(1, wide - 1), height: 15 })
+      tag("rect", { x: x(start), y: 0, width: Math.max(1, wide - 1), height: 15, class: "line" })
       + (wide > 6.4 * phase.length ? write(x(start) + wide / 2, 11, "", phase) : ""));
   });
-  for (const kind of new Set(p.operations.map((one) => one.kind))) {
-    p.operations.filter((one) => one.kind === kind).forEach((one, i) => (lines[i] ||= []).push(one));
-  }
-  lines.forEach((line, i) => {
-    let edge = 0; // of what is drawn in this line
-    line.forEach((one, j) => {
-      const y = 18 + i * high, left = x(one.start), right = x(one.end), isLive = one.start <= now && now < one.end;
-      const state = isLive ? " live" : from < one.end && one.start <= now ? " landed" : "";
-      const rooms = [right - left, (line[j + 1] ? x(line[j + 1].start) : width) - right, left - edge];
-      const words = [`${one.kind} of ${one.title}`, one.title, one.title.replace(/ \(.*/, "")], wide = (text) => 6.2 * text.length + 12;
-      const text = words.find((some) => Math.max(...rooms) > wide(some)) || "", room = rooms.findIndex((some) => some > wide(text));
-      const at = [{ x: left + 6 }, { x: right + 6 }, { x: left - 6, "text-anchor": "end" }][Math.max(0, room)];
-      edge = room === 1 ? right + wide(text) : right;
-      out.push(tag("rect", { class: `bar ${one.what}${state}`, x: left, y, width: right - left, height: high - 2, rx: 3 })
-        + write(at.x, y + high - 5, isLive ? "rank" : "", text, at));
-    });
+  const names = lines.map((line) => write(0, top(line) + high - 5,
+    p.operations.some((one) => one.line === line && isLive(one)) ? "rank" : "soft", line));
+  const bars = p.operations.map((operation) => {
+    const { start, end, kind, what, line } = operation, wide = x(end) - x(start);
+    const state = isLive(operation) ? " live" : from < end && start <= k ? " landed" : "";
+    return tag("rect", { class: `bar ${what}${state}`, x: x(start), y: top(line), width: wide, height: high - 2, rx: 3 })
+      + (kind !== line && wide > 6.4 * kind.length ? write(x(start) + 6, top(line) + high - 5, "", kind) : "");
   });
-  const tall = 18 + lines.length * high;
-  return [out.join("") + tag("path", { class: "needle", d: `M${x(now + 0.5)} 0V${tall}` }), tall];
+  const needle = tag("path", { class: "needle", d: `M${x(k + 0.5)} 0V${tall}` });
+  return [[...phases, ...names, ...bars, needle].join(""), tall, left];
 }
 
 // ------------------------------------------------------------------------------------------------ beats and lines
@@ -269,6 +229,8 @@ const since = () => {
   return now.beat < 0 || player(now.id).bug ? now.k - 1 : now.k;
 };
 const isLast = () => now.beat >= beats().length - 1;
+const stages = () => DATA.programs.filter(({ hidden, bug }) => !hidden && !bug);
+const nextStage = () => stages()[stages().findIndex(({ id }) => id === now.id) + 1];
 
 /** Show a beat; if it `moves`, with all that has been sent since the beat before -> the ms that this takes. */
 function toBeat(beat, moves = false) {
@@ -293,8 +255,7 @@ function step(by) {
     to = by < 0 ? at - (frame >= now.k) : at + (frame <= now.k);
   } else if (by > 0 && $("predict").checked && to < beats().length && ask(to)) return;
   if (to < beats().length) return toBeat(to, by > 0);
-  const tabs = DATA.programs.filter((one) => !one.hidden && !one.bug), at = tabs.findIndex(({ id }) => id === now.id);
-  if (tabs[at + 1]) select(tabs[at + 1].id);
+  if (nextStage()) select(nextStage().id);
   return 0;
 }
 
@@ -331,18 +292,22 @@ function land() {
 }
 
 /** Cells fly as they left: from where they lay to where they arrive. What they bring is drawn when the last is there:
-    until then a panel shows memory as it was. -> the ms that this takes */
+    until then a panel shows memory as it was. Two messages are in flight together, if they were. -> the ms of it all */
 function fly() {
   const panels = sides(), shown = panels.map(([, k]) => k), later = (ms, action) => landings.push(setTimeout(action, ms / speed));
   let ms = 0;
   panels.forEach(([p, k, from], panel) => {
-    const arriving = p.operations.filter(({ end }) => from < end && end <= k).sort((a, b) => a.end - b.end);
+    const arriving = p.operations.filter(({ end }) => from < end && end <= k).sort((a, b) => a.end - b.end), lands = [];
+    const pace = (FLIGHT_MS + MS_BETWEEN_FLIGHTS * (arriving.length - 1)) / (arriving.length + 1);
     if (arriving.length) shown[panel] = arriving[0].end - 1;
-    arriving.forEach((one, i) => {
-      const start = i * MS_BETWEEN_FLIGHTS, after = arriving[i + 1] ? arriving[i + 1].end - 1 : k;
-      later(start, () => one.moves.forEach((move, a) => flyCells(p, panel, one.arrows[a], move)));
-      later(start + FLIGHT_MS, () => { shown[panel] = after; drawPanels(shown); });
-      ms = Math.max(ms, start + FLIGHT_MS);
+    arriving.forEach((operation, i) => {
+      lands.push((i + 2) * pace);
+      const start = Math.max(i * pace, ...lands.filter((_, earlier) => arriving[earlier].end <= operation.start));
+      const after = arriving[i + 1] ? arriving[i + 1].end - 1 : k;
+      later(start, () => operation.moves.forEach((move, a) =>
+        flyCells(p, panel, operation.arrows[a], move, lands[i] - start)));
+      later(lands[i], () => { shown[panel] = after; drawPanels(shown); });
+      ms = Math.max(ms, lands[i]);
     });
   });
   if (ms) {
@@ -352,23 +317,21 @@ function fly() {
   return ms;
 }
 
-/** What one rank sends to another: ranks that are further away arrive later. */
-function flyCells(p, panel, [sender, receiver, , start], [source, first, target, targetFirst, n]) {
-  const wait = 200 * ((receiver - sender + p.ranks - 1) % p.ranks), cells = p.states[start].cells[source];
+/** What one rank sends to another in some ms: ranks that are further away arrive later. */
+function flyCells(p, panel, [sender, receiver, , start], [source, first, target, targetFirst, n], ms) {
+  const wait = (ms / 6) * ((receiver - sender + p.ranks - 1) % p.ranks), cells = p.states[start].cells[source];
   for (let i = 0; i < n; i++) {
     const here = rectOf(source, first + i, panel), there = rectOf(target, targetFirst + i, panel);
     if (!here || !there || cells[first + i].kind === "padding") continue;
     const [from, to] = [here, there].map((one) => one.getBoundingClientRect());
     const { kind, element, value } = cells[first + i], owner = element === null ? -1 : p.owners[element];
     const flying = document.createElementNS("http://www.w3.org/2000/svg", "g");
-    const box = { x: from.x, y: from.y, width: from.width, height: from.height }, text = number(value);
-    const small = { style: `font-size:${Math.min(11, (1.6 * box.width) / Math.max(3, text.length))}px` };
-    flying.innerHTML = tag("rect", { class: "paper", ...box }) + cellRect(kind, owner, ...Object.values(box))
-      + (box.width > 18 ? write(box.x + box.width / 2, from.bottom - 4, `value ${kind}`, text, small) : "");
+    flying.innerHTML = cellRect(kind, owner, from.x, from.y, from.width, from.height)
+      + (from.width > 18 ? writeValue(from.x, from.bottom - 4, from.width, kind, number(value)) : "");
     $("flying").append(flying);
     const path = [[0, 0], [(to.x - from.x) / 2, (to.y - from.y) / 2 - 14], [to.x - from.x, to.y - from.y]];
     flying.animate(path.map(([x, y]) => ({ transform: `translate(${x}px,${y}px)` })),
-      { duration: (FLIGHT_MS - 400) / speed, delay: wait / speed, easing: "ease-in-out", fill: "both" });
+      { duration: (ms * 2) / 3 / speed, delay: wait / speed, easing: "ease-in-out", fill: "both" });
   }
 }
 
@@ -396,12 +359,10 @@ function drawMeters(p) {
     return `<span class="meter"><b>${words} ${value} B</b> of ${of} B <span>= ${escape(text)}</span>`
       + `<span class="bar">${bar}${mark}</span></span>`;
   };
-  const arrows = p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= now.k), formula = p.formula || {};
+  const formula = p.formula || {};
   const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
   const held = p.held[now.k], words = Math.min(...held) < Math.max(...held) ? "holds (mean)" : "holds";
-  const more = formula.sent_bytes - formula.ddp_sent, is = /padding/.test(formula.sent) && more;
-  const padding = now.id === "4" && is ? `; ${more} B are this toy's padding` : "";
-  $("meters").innerHTML = meter("sent", mean(p.traffic(arrows)[0]), formula.sent_bytes, formula.sent + padding, formula.ddp_sent)
+  $("meters").innerHTML = meter("sent", p.sent(now.k), formula.sent_bytes, formula.sent, formula.ddp_sent)
     + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`, formula.ddp_held);
 }
 
@@ -479,7 +440,7 @@ function markDifferences([p, k], [q, m]) {
   for (const row of p.rows) {
     const theirs = q.rows.find((one) => one.name === row.name);
     for (const s of theirs ? row.slots.flatMap((_, rank) => p.drawn(row, rank, k)) : []) {
-      const other = q.twin(theirs, p.storages[s].rank, m, s, p);
+      const { rank, part } = p.storages[s], other = q.drawn(theirs, rank, m).find((one) => q.storages[one].part === part);
       (other === undefined ? [] : p.states[k].cells[s]).forEach((mine, cell) => {
         const right = q.states[m].cells[other][cell];
         const isSame = isNothing(mine) || isNothing(right) || mine.value === right.value;
@@ -498,7 +459,9 @@ function inspect(p, k, from, title, s, cell) {
     average: "average over the ranks", garbage: "garbage: nobody reads it before it is written or released",
     stale: "stale parameter: a newer one is on its way",
   }[kind] || WORDS[kind];
-  const came = p.arrivals(rank, by).map((one) => `${one.kind} from rank ${one.senders.join(", ")}`);
+  const came = p.operations.map(({ kind: sent, arrows }) => [sent, arrows.filter((a) => a[1] === rank && a[4] === by)])
+    .filter(([, arrows]) => arrows.length)
+    .map(([sent, arrows]) => `${sent} from rank ${[...new Set(arrows.map(([sender]) => sender))].join(", ")}`);
   const [f, line] = p.place(rank, by), [writer, file] = p.functions[f];
   const place = `written at ${p.files[file][0]}:${line} in ${writer} (line ${by + 1})`;
   const name = `rank ${rank} · ${escape(row)}${part && ` ${part}`}[${cell}] = ${number(value)}`;
@@ -511,11 +474,12 @@ function drawFooter(p) {
     href: `#${now.id}.${i + 1}`, "aria-label": `beat ${i + 1}`, ...(i === now.beat && { "aria-current": "step" }),
   }, `${i + 1}`);
   $("beats").innerHTML = beats().map((_, i) => link(i)).join("");
-  const width = $("band").clientWidth, [svg, height] = drawOverlap(p, width, isNarrow() ? 15 : 17, since(), now.k);
+  const width = Math.max(300, $("band").clientWidth); // 0 beside the calculator
+  const [svg, height, left] = drawOverlap(p, width, isNarrow() ? 15 : 17, since(), now.k);
   $("band").innerHTML = tag("svg", { width, height }, svg);
+  $("slider").style = `margin-left: ${left - 8}px; width: ${width - left + 16}px`; // below the band
   Object.assign($("slider"), { max: p.frames.length - 1, value: now.k });
-  const beat = `beat ${now.beat + 1} of ${beats().length}`;
-  const tabs = DATA.programs.filter((one) => !one.hidden && !one.bug), next = tabs[tabs.findIndex(({ id }) => id === now.id) + 1];
+  const beat = `beat ${now.beat + 1} of ${beats().length}`, next = nextStage();
   $("inspector").textContent = `Ψ = ${p.param.length} parameters, d = 4 ranks. Hover over, tap or focus a cell to read what it is.`;
   $("next").hidden = !(now.beat >= 0 && isLast() && next);
   if (next) Object.assign($("next"), { href: `#${next.id}`, textContent: `next: ${/^\d/.test(next.short) ? "stage " : ""}${next.short.replace(/(\d) .*/, "$1")} →` });
@@ -533,38 +497,34 @@ function drawFooter(p) {
 
 /** Before a beat is shown: who will hold an average, or a new parameter? Where that doesn't change: how much is sent? */
 function ask(to) {
-  const p = player(now.id), { frame } = beats()[to];
-  const holders = (kind, k) => p.held[0].map((_, rank) => p.storages.some((one, s) => one.rank === rank
-    && isAlive(p.states[k].cells[s]) && p.states[k].cells[s].some((cell) => cell.kind === kind && cell.element === 0)));
-  const inWords = (ranks) => (ranks.every(Boolean) ? "every rank" : ranks.some(Boolean)
-    ? ranks.flatMap((is, rank) => (is ? [`rank ${rank}`] : [])).join(" and ") : "no rank");
-  const sent = (k) => mean(p.traffic(p.operations.flatMap((one) => one.arrows).filter((a) => a[3] <= k))[0]);
-  const asked = [["average", "the average of element 1"], ["new", "the new parameter of element 1"]].find(([kind]) =>
-    `${holders(kind, frame)}` !== `${holders(kind, now.k)}`);
-  let question, right, wrong;
-  if (asked) {
-    right = inWords(holders(asked[0], frame));
-    [question, wrong] = [`Who will hold ${asked[1]}?`, [inWords(holders(asked[0], now.k)), "every rank", "no rank", "rank 0", "rank 3"]];
-  } else if (sent(frame) > sent(now.k)) {
-    const bytes = sent(frame) - sent(now.k);
-    [question, right] = ["How many bytes will a rank send in this beat?", `${bytes} B`];
-    wrong = [`${2 * bytes} B`, `${Math.round(bytes / 3)} B`];
-  } else return false;
+  const p = player(now.id), { frame } = beats()[to], bytes = p.sent(frame) - p.sent(now.k);
+  const holders = (kind, k) => {
+    const hold = (rank) => p.storages.some((storage, s) => storage.rank === rank && isAlive(p.states[k].cells[s])
+      && p.states[k].cells[s].some((cell) => cell.kind === kind && cell.element === 0));
+    const ranks = [...p.held[0].keys()].filter(hold);
+    return ranks.length === p.ranks ? "every rank" : ranks.map((rank) => `rank ${rank}`).join(" and ") || "no rank";
+  };
+  const kind = ["average", "new"].find((some) => holders(some, frame) !== holders(some, now.k));
+  if (!kind && !bytes) return false;
+  const question = kind ? `Who will hold the ${{ average: "average", new: "new parameter" }[kind]} of element 1?`
+    : "How many bytes will a rank send in this beat?";
+  const right = kind ? holders(kind, frame) : `${bytes} B`;
+  const wrong = kind ? [holders(kind, now.k), "every rank", "no rank", "rank 0", "rank 3"]
+    : [`${2 * bytes} B`, `${Math.round(bytes / 3)} B`];
   const answers = [...new Set([right, ...wrong])].slice(0, 3).sort();
   play(false);
   $("question").innerHTML = `<b>${question}</b>` + answers.map((text) => `<button>${escape(text)}</button>`).join("");
-  const buttons = [...$("question").children].slice(1), on = document.createElement("button");
-  on.onclick = () => { $("question").close(); toBeat(to, true); };
-  const answer = ({ target }) => {
-    on.textContent = target.textContent === right ? "Right. Go on" : "Not so. Go on, and look";
-    for (const one of buttons) {
-      one.disabled = true;
-      one.className = one.textContent === right ? "right" : one === target ? "wrong" : "";
+  const buttons = [...$("question").querySelectorAll("button")], goOn = document.createElement("button");
+  goOn.onclick = () => { $("question").close(); toBeat(to, true); };
+  for (const chosen of buttons) chosen.onclick = () => {
+    for (const button of buttons) {
+      button.disabled = true;
+      button.className = button.textContent === right ? "right" : button === chosen ? "wrong" : "";
     }
-    $("question").append(on);
-    on.focus();
+    goOn.textContent = chosen.textContent === right ? "Right. Go on" : "Not so. Go on, and look";
+    $("question").append(goOn);
+    goOn.focus();
   };
-  for (const button of buttons) button.onclick = answer;
   $("question").showModal();
   return true;
 }
@@ -616,7 +576,7 @@ function follow() {
 async function start() {
   const packed = Uint8Array.from(atob($("data").textContent), (sign) => sign.charCodeAt(0));
   DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
-  const picture = (kind) => tag("svg", { width: 22, height: 12 }, patterns(1) + cellRect(kind, 0, 1, 1, 20, 10));
+  const picture = (kind) => tag("svg", { width: 22, height: 12 }, cellRect(kind, 0, 1, 1, 20, 10));
   const sample = (kind) => `<span>${picture(kind)}${WORDS[kind]}</span>`;
   const kinds = ["gradient", "share", "average", "old", "new", "stale", "moment", "garbage"];
   $("legend").innerHTML = `<span>colour: the rank that updates it</span>${kinds.map(sample).join("")}`;
