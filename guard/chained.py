@@ -115,9 +115,7 @@ class Chained(Together):
     rank = property(lambda self: self.optimizers[0].rank)
     pass_on_hyperparameters = of_each("pass_on_hyperparameters")
     refuse_different_settings = of_each("refuse_different_settings")
-
-    def pieces(self):
-        return [piece for optimizer in self.optimizers for piece in optimizer.pieces()]
+    pieces = of_each("pieces")
 
     def state_dict(self):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}

@@ -281,11 +281,11 @@ class Guarded(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs):
         """If our class comes after another base, `cls` may be a wrapper."""
         super().__init_subclass__(**kwargs)
-        for ours in cls.__bases__[1:]:
-            if issubclass(ours, Guarded):
-                for name in dir(ours):
-                    if not name.startswith("__") and getattr(cls, name) is getattr(ours, name):
-                        setattr(cls, name, OfTheOptimizer(name, getattr(ours, name)))
+        for base in cls.__bases__[1:]:
+            if issubclass(base, Guarded):
+                for name in dir(base):
+                    if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
+                        setattr(cls, name, OfTheOptimizer(name, getattr(base, name)))
 
 
 def mean_loss(optimizer, closure, process_group):

@@ -21,6 +21,7 @@ from .schema import reason_of
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 # (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
+SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # by number of dimensions; with more of them (4, 4, 3, …)
 PASSED: set[tuple] = set()  # trials that passed in this process, so that a program with many optimizers waits once
 
 
@@ -88,7 +89,7 @@ def trials_of(make_optimizer, groups):
         if not math.isfinite(options.get("lr") or 0):
             raise ValueError(f"lr is {options['lr']}: it must be a finite number")
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
-        small = [[(), (9,), (8, 8), (4, 4, 3)][n] if n < 4 else (4, 4, *[3] * (n - 2)) for n in n_dims]
+        small = [SMALL_SHAPES.get(n, (4, 4, *[3] * (n - 2))) for n in n_dims]
         trial = functools.partial(run, make_optimizer=make_optimizer, options=options, device=device)
         yield functools.partial(trial, shapes=(small * 3)[: max(3, len(small))], phases=PHASES)
         # 2**17 elements find rules about the number of elements, such as those of 8-bit optimizers: more than 4096 or
@@ -109,7 +110,7 @@ def run(n_ranks, dtype, unit, *, make_optimizer, options, shapes, phases, device
     optimizers = [make_optimizer([{**copy.deepcopy(options), "params": share}]) for share in shares[0]]
     pairs = [(param, grad) for share in zip(*shares) for param, grad in zip(*share)]
     generator, moved = torch.Generator().manual_seed(0), []
-    with torch.random.fork_rng([device] * (device.type == "cuda")), without_global_hooks():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), without_global_hooks():
         for n_steps, is_steady, magnitude in phases:
             before = values.clone()
             for step in range(n_steps):

@@ -109,20 +109,17 @@ class ByParameter(MutableMapping):
         """
         for param in self.looked_at & self.main_param.keys():  # a key may be a name
             main, (start, stop) = self.main_param[param], self.range_of[param]
+            local_param = getattr(param, "_local_tensor", param)  # of a DTensor
             state = self.inner.state.get(main, {})
             for key, value in state.items():
-                value = getattr(value, "_local_tensor", value)  # of a DTensor
-                if not isinstance(value, torch.Tensor) or value.shape != local_shape(param) or key == "step":
+                value = getattr(value, "_local_tensor", value)
+                if not isinstance(value, torch.Tensor) or value.shape != local_param.shape or key == "step":
                     continue  # torch knows a count of steps, which may look like a state of a scalar, by that name too
                 is_in_model_dtype = value.dtype == param.dtype != main.dtype
                 if value.shape != main.shape or is_in_model_dtype:
                     dtype = main.dtype if is_in_model_dtype else value.dtype
                     state[key] = value.reshape(-1)[start:stop].to(main.device, dtype, copy=True).view_as(main)
         self.looked_at.clear()
-
-
-def local_shape(param):
-    return getattr(param, "_local_tensor", param).shape
 
 
 def state_of_rank(optimizer):

@@ -150,6 +150,6 @@ class GuardedBuffer(GradBuffer):
             vars(param).pop("main_grad", None)
 
 
-def is_same(one, view):
-    """Whether `one` is the same view of the same memory as `view`; False for None."""
-    return one is not None and one.layout == view.layout and one.device == view.device and one.is_set_to(view)
+def is_same(other, view):
+    """Return whether `other` is the same view of the same memory as `view`; False for None."""
+    return other is not None and other.layout == view.layout and other.device == view.device and other.is_set_to(view)

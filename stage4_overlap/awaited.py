@@ -143,11 +143,11 @@ class AwaitedBucket:
     def note_new_params(self):
         """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""
         torch.autograd.graph.increment_version(self.written)
-        self.versions = [one._version for one in self.written]
+        self.versions = [tensor._version for tensor in self.written]
 
     def take_model_changes(self):
         """If somebody has written into the parameters, update main_shard from them."""
-        if self.versions != [one._version for one in self.written]:
+        if self.versions != [tensor._version for tensor in self.written]:
             update_main_param(self.parameter.main_shard, self.parameter.shard)
 
     def moved_params(self):

@@ -24,7 +24,7 @@ from .awaited import AwaitedBucket, wait_for_own
 from .drops import forget_arrived, keep_under_way, next_tag
 from .dtensor import local_parts
 from .optimizer import ShardedOptimizer
-from .rounds import BackwardPass, Rounds, agree, error_of, what_is_wrong
+from .rounds import BackwardPass, Rounds, agree_on_rounds, error_of, what_is_wrong
 
 
 class DistributedOptimizer(Guarded, ShardedOptimizer):
@@ -68,8 +68,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         # By id, as in Bucket.ready, because a tensor's own hash is slow.
-        self._hooks: dict = {}  # id of a parameter -> (handle of our hook, dict of all hooks of the parameter)
-        self._bucket_of_id: dict = {}
+        self._watched: dict = {}  # id of a parameter -> (handle of our hook, dict of all its hooks, its bucket)
         self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
@@ -77,7 +76,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """-> [(name, local tensor), …]"""
+        """Return [(name, local tensor), …]."""
         if self.reduce_dtype not in (None, torch.float32):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype}: it must be torch.float32 or None")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -91,8 +90,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes=True)
-        self._hooks[id(param)] = handle, param._post_accumulate_grad_hooks
-        self._bucket_of_id[id(param)] = self.bucket_of[param]
+        self._watched[id(param)] = handle, param._post_accumulate_grad_hooks, self.bucket_of[param]
 
     # ------------------------------------------------------------------------------------------- in the backward pass
 
@@ -109,21 +107,22 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             self._rounds.is_accumulating = outside
 
     def on_grad_ready(self, param):
-        now = self._rounds
-        if now.is_synced:
+        rounds = self._rounds
+        if rounds.is_synced:
             self._refuse_late_backward()
-        now.is_synced = False
-        if not now.is_accumulating and now.backward_pass() is None:  # this is the first gradient of a pass
+        rounds.is_synced = False
+        if not rounds.is_accumulating and rounds.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
-        if now.is_accumulating or not now.is_open:  # not open: all buckets were sent, a re-entrant checkpoint goes on
-            now.waiting.add(id(param))
+        # A round that isn't open by now has sent all buckets, and a re-entrant checkpoint goes on.
+        if rounds.is_accumulating or not rounds.is_open:
+            rounds.waiting.add(id(param))
             return
-        bucket, (handle, all_hooks) = self._bucket_of_id[id(param)], self._hooks[id(param)]
+        handle, all_hooks, bucket = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
             # The user's hooks run after ours. So that they see this gradient, it is sent with the next one.
             bucket.ready.discard(id(param))  # a re-entrant checkpoint may have computed it once before
             self.send_full_buckets()
-            if now.is_open:
+            if rounds.is_open:
                 bucket.ready.add(id(param))
         else:
             bucket.ready.add(id(param))
@@ -131,10 +130,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 self.send_full_buckets()
 
     def _begin_round(self):
-        now = self._rounds
+        rounds = self._rounds
         self._end_backward()  # a pass that failed has left its round open
-        now.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
-        now.is_open = now.went_backward = True
+        rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
+        rounds.is_open = rounds.went_backward = True
         for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
             bucket.ready.update([id(param) for param in bucket.params if not param.requires_grad])
 
@@ -150,13 +149,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.send_full_buckets()
 
     def send_grads(self, bucket):
-        now, used = self._rounds, [id(param) for param in bucket.params if param.grad is not None]
+        rounds, used = self._rounds, [id(param) for param in bucket.params if param.grad is not None]
         super().send_grads(bucket)
-        now.used.update(used)
-        now.waiting.difference_update(used)
+        rounds.used.update(used)
+        rounds.waiting.difference_update(used)
         if not self.queue:  # this was the last bucket
-            now.is_open = False
-            now.n += 1
+            rounds.is_open = False
+            rounds.n += 1
 
     # ---------------------------------------------------------------------------------------------------- in the step
 
@@ -181,23 +180,24 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return not was_synced
 
     def _agree(self, arguments):
-        """Send every gradient, and finish the same number of rounds on each rank. -> see `what_is_wrong`"""
-        now, params = self._rounds, all_params(self)
-        wrong = what_is_wrong(now, params, self.buckets)
-        if now.is_synced:  # the ranks have agreed before: the others would not answer
+        """Send every gradient, and finish the same number of rounds on each rank. Return what `what_is_wrong` does."""
+        rounds, params = self._rounds, all_params(self)
+        wrong = what_is_wrong(rounds, params, self.buckets)
+        if rounds.is_synced:  # the ranks have agreed before: the others would not answer
             return wrong
-        if now.is_open or not now.n:
+        if rounds.is_open or not rounds.n:
             self._finish_round()
-        now.settings = {**settings_of(self.param_groups), **comparable(arguments)}
-        used, wrong, n_rounds = agree(now, params, wrong, self._agreement_group)
-        while now.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
+        rounds.settings = {**settings_of(self.param_groups), **comparable(arguments)}
+        used, wrong, n_rounds = agree_on_rounds(rounds, params, wrong, self._agreement_group)
+        while rounds.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
-        unused = {param for param, use in zip(params, used) if not use}
-        for param in now.unused | unused:  # one that no rank has used isn't updated: its main parameter has no gradient
+        unused = {param for param, is_used in zip(params, used) if not is_used}
+        # What no rank has used isn't updated: its main parameter has no gradient.
+        for param in rounds.unused | unused:
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
                 bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
-        now.unused, now.is_synced = unused, True
+        rounds.unused, rounds.is_synced = unused, True
         return wrong
 
     def _take_model_changes(self):
@@ -248,13 +248,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     @property
     def bucket_buffer_bytes(self):
         """Bytes of the buffers in which gradients are sent and received."""
-        return sum(memory.nbytes for one in [*self.idle, *self.travelling] for memory in {one.sent, one.received})
+        return sum(flat.nbytes for buffer in [*self.idle, *self.travelling] for flat in {buffer.sent, buffer.received})
 
     def move_to(self, process_group):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
-        for handle, _ in self._hooks.values():
+        for handle, *_ in self._watched.values():
             handle.remove()
-        for owned in (self._hooks, self._bucket_of_id, self.bucket_of, self.buckets, self.queue, self.idle):
+        for owned in (self._watched, self.bucket_of, self.buckets, self.queue, self.idle):
             owned.clear()
         self._move_to(process_group)
 

@@ -9,16 +9,16 @@ from guard.groups import spread_over
 
 
 def local(tensor):
-    """-> the part of a DTensor that is on this rank; any other tensor itself."""
+    """Return the part of a DTensor that is on this rank, or any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, and replacing its data has no effect
 
 
 def local_parts(named, process_group):
-    """-> [(name, local part of the parameter), …]. Raises ValueError: one is already spread over `process_group`."""
-    ours = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    """Return [(name, local part of the parameter), …]. Raises ValueError: one is spread over that group already."""
+    group_ranks = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     for name, param in named:
         for group in spread_over(param):
-            if len(ours.intersection(dist.get_process_group_ranks(group))) > 1:
+            if len(group_ranks.intersection(dist.get_process_group_ranks(group))) > 1:
                 raise ValueError(f"parameter {name} is spread over ranks of process_group already: pass the "
                                  'data-parallel dimension of the mesh, as process_group=mesh["dp"].get_group()')
     return [(name, local(param)) for name, param in named]

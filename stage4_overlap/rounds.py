@@ -19,9 +19,10 @@ from guard.refuse import backends_of, data_replaced
 MISSING = 1
 LATE = 2  # it was assigned after the gradient of the backward pass had been sent
 MOVED = 3  # its parameter no longer has the memory that this optimizer updates
+MOST_NAMES = 9  # of parameters in an error
 
 HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> its gloo group; None: itself
-MADE: collections.Counter = collections.Counter()  # name of a group -> how many gloo groups were made for it
+N_MADE: collections.Counter = collections.Counter()  # name of a group -> how many gloo groups were made for it
 
 
 class Rounds:
@@ -80,68 +81,69 @@ class BackwardPass:
             self.handle = node.register_hook(self._queue)
 
 
-def what_is_wrong(now, params, buckets):
-    """-> LATE, MOVED or 0 for each of `params` on this rank; `agree` adds MISSING, and what other ranks found."""
-    by_autograd = now.waiting.union(*[bucket.ready for bucket in buckets])
+def what_is_wrong(rounds, params, buckets):
+    """Return LATE, MOVED or 0 for each of `params`, as this rank sees it; `agree_on_rounds` adds MISSING."""
+    by_autograd = rounds.waiting.union(*[bucket.ready for bucket in buckets])
     assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # so a user assigned these
-    late = assigned if now.is_synced else assigned & now.used
-    moved = {id(param) for bucket in buckets for param in bucket.moved_params()}
-    return [MOVED if id(param) in moved else LATE if id(param) in late else 0 for param in params]
+    late = assigned if rounds.is_synced else assigned & rounds.used
+    faults = dict.fromkeys(late, LATE) | {id(param): MOVED for bucket in buckets for param in bucket.moved_params()}
+    return [faults.get(id(param), 0) for param in params]
 
 
 def host_group(process_group, device):
-    """-> gloo between the ranks of `process_group`, made once; None if that serves CPU tensors itself. Collective.
+    """Return gloo between the ranks of `process_group`, made once; None if that serves CPU tensors. Collective.
 
     Not by `new_group`, which names a group after the number of groups that this rank is in: ranks in different numbers
     of groups would wait for each other under different names, for ever. Here the name comes from the group.
     """
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
-        MADE[group.group_name] += 1  # under the same name, the store would still have entries of an earlier group
-        name = f"{group.group_name} on the host, {MADE[group.group_name]}"
+        N_MADE[group.group_name] += 1  # under the same name, the store would still have entries of an earlier group
+        name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.ProcessGroupGloo(
             store, dist.get_rank(group), group.size(), group._get_backend(device).options._timeout)
     return HOST_GROUPS[group]
 
 
-def agree(now, params, wrong, process_group):
-    """-> whether any rank has used each of `params`; what is wrong with each; the number of rounds. Collective.
+def agree_on_rounds(rounds, params, wrong, process_group):
+    """Return whether any rank has used each of `params`, what is wrong with each, and the number of rounds. Collective.
 
     It runs in the step, and not when a backward pass ends, because until the step another pass may follow, gradients
-    may be assigned, and a scheduler may set the lr. Gradients kept in `param.grad`, by no_sync() for example, need one
-    more round.
+    may be assigned, and a scheduler may set the lr.
     """
-    kept = [param.grad is not None for param in params]
-    used = [id(param) in now.used or is_kept for param, is_kept in zip(params, kept)]
-    wrong = [what or (MISSING if not is_used and param.requires_grad else 0)
-             for param, is_used, what in zip(params, used, wrong)]
-    checksum = checksum_of(now.settings)  # the ranks have the same if the largest equals the smallest
-    report = [*used, *wrong, now.went_backward, now.n + any(kept), checksum, -checksum]
+    have_grads = [param.grad is not None for param in params]
+    used = [id(param) in rounds.used or has_grad for param, has_grad in zip(params, have_grads)]
+    wrong = [fault or (MISSING if not is_used and param.requires_grad else 0)
+             for param, is_used, fault in zip(params, used, wrong)]
+    n_rounds = rounds.n + 1 if any(have_grads) else rounds.n  # no_sync() keeps gradients, which need one more
+    checksum = checksum_of(rounds.settings)  # the ranks have the same if the largest equals the smallest
+    report = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")
-    of_hosts = host_group(process_group, params[0].device)
-    if of_hosts is None:
+    hosts = host_group(process_group, params[0].device)
+    if hosts is None:
         dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     else:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        of_hosts.allreduce([report], options).wait()
-    *of_params, now.went_backward, n_rounds, largest, minus_smallest = report.tolist()
-    now.settings_differ = largest != -minus_smallest
+        hosts.allreduce([report], options).wait()
+    *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
+    rounds.settings_differ = largest != -minus_smallest
     return of_params[: len(params)], of_params[len(params) :], n_rounds
 
 
 def error_of(wrong, groups, find_unused_parameters):
-    """-> an exception for the worst thing in `wrong`, or None."""
+    """Return an exception for the worst fault in `wrong`, or None."""
     worst = max(wrong)
     if worst == 0 or worst == MISSING and find_unused_parameters:
         return None
-    names = [name for (name, _), what in zip(named_params(groups), wrong) if what == worst]
+    names = [name for (name, _), fault in zip(named_params(groups), wrong) if fault == worst]
     if worst == MOVED:
         return data_replaced(names[0])
     if worst == LATE:
         return RuntimeError(f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too "
                             "late, go backward in no_sync(), and take DDP off the model")
-    return RuntimeError(f"no gradient on some rank for parameter {', '.join(names[:9])}"
-                        f"{' and others' * (len(names) > 9)}: call backward() before step(), use it in the loss, "
-                        "freeze it with requires_grad_(False), or pass find_unused_parameters=True")
+    and_others = " and others" if len(names) > MOST_NAMES else ""
+    return RuntimeError(f"no gradient on some rank for parameter {', '.join(names[:MOST_NAMES])}{and_others}: call "
+                        "backward() before step(), use it in the loss, freeze it with requires_grad_(False), or pass "
+                        "find_unused_parameters=True")
