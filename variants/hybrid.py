@@ -4,13 +4,14 @@ Situation: links within a node are fast and links between nodes are slow, or the
 all of them is mostly latency.
 Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
 DeepSpeed. modded-nanogpt trains on one node, and does not need it.
-Wire, for r groups of s ranks: (g+p)Ψ · (s-1)/s bytes within a group, and across groups an all-reduce of the shard
-alone, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks, not as on r · s.
+Wire, for r groups of s ranks, Ψ parameters, and g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes
+within a group, and across groups an all-reduce of the shard alone, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on
+s ranks, not as on r · s.
 Costs: the state exists r times. The all-reduce of each backward pass overlaps with it, as FSDP2's does. With
 `gradient_accumulation_steps=k`, the same on every rank, only the k-th pass since the last step has one: fewer bytes.
 `step` averages what no pass has averaged, and waits for it. FSDP2 calls this set_requires_all_reduce(is_last).
-Not taken: `reshard`. Only the ranks of one group call `save`. Groups run equally many backward passes, as ranks do in
-stage 4; with `gradient_accumulation_steps=math.inf` they may differ by group.
+`reshard` is refused. Call `save` on the ranks of one group only. Groups must run equally many backward passes, as ranks
+do in stage 4; with `gradient_accumulation_steps=math.inf` they may differ by group.
 This file is about stage 4; `OnMesh` and `ReplicasOfStage3` do the same for stage 3, which sends once per step.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
@@ -54,14 +55,14 @@ class Replicas:
         super().shard(groups)
 
     def start_average(self, shard):
-        """Average `shard` over the groups, in place. -> the work to wait for"""
+        """Start to average `shard` over the groups, in place. Return the work to wait for."""
         shard /= dist.get_world_size(self.across)
         return dist.all_reduce(shard, group=self.across, async_op=True)
 
 
 class ReplicasOfStage3(Replicas, GradBufferOptimizer):
     def sync_grads(self):
-        """Across the groups once, however often the guard calls this before a step."""
+        """Average across the groups once, however often the guard calls this before a step."""
         full_buffers = [buffer for buffer in self.buffers if buffer.holds is not Holds.GRAD_SHARD]
         super().sync_grads()
         for work in [self.start_average(buffer.main_grad_shard) for buffer in full_buffers]:
@@ -70,7 +71,7 @@ class ReplicasOfStage3(Replicas, GradBufferOptimizer):
 
 class ReplicasOfStage4(Replicas, OverlapOptimizer):
     def receive_oldest(self):
-        """Start a bucket's all-reduce when it has arrived. What its shard held before is the same in each group."""
+        """Start a bucket's all-reduce when it has arrived. What it has accumulated before is equal in all groups."""
         bucket = self.travelling[0].bucket
         if bucket in self.averages:
             self.averages[bucket].wait()

@@ -25,21 +25,26 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 
 def owners(groups, world_size):
-    """-> parameter -> the rank that steps it, so that all have about as much to compute: in the order of the model if
-    that is as even, since a bucket then has something of each rank; else the dearest first."""
-    works = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
+    """Return {parameter: the rank that steps it}, so that all ranks have about as much to compute.
+
+    Parameters are dealt in the order of the model if that is as even as the dearest first: a bucket then has something
+    of each rank.
+    """
+    cost_of = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
 
     def dealt(params):
-        total, owner_of = [0] * world_size, {}
+        totals, owner_of = [0] * world_size, {}
         for param in params:
-            owner_of[param] = total.index(min(total))
-            total[owner_of[param]] += works[param]
-        return max(total), owner_of
-    return min(dealt(works), dealt(sorted(works, key=works.get, reverse=True)), key=lambda result: result[0])[1]
+            owner_of[param] = totals.index(min(totals))
+            totals[owner_of[param]] += cost_of[param]
+        return max(totals), owner_of
+    largest, owner_of = dealt(cost_of)
+    other_largest, other_owner_of = dealt(sorted(cost_of, key=cost_of.get, reverse=True))
+    return owner_of if largest <= other_largest else other_owner_of
 
 
 class UnevenTransport(Transport):
-    """Of parts that are not equally long: NCCL makes of it a reduce, or a broadcast, for each rank, all at once."""
+    """Sends parts of unequal lengths, for which NCCL starts a reduce or a broadcast for each rank, all at once."""
 
     def reduce_scatter(self, sent, received, gradient):
         place, parts = gradient.place_for(sent[self.rank])
@@ -50,24 +55,26 @@ class UnevenTransport(Transport):
 
 
 class UnevenExchange(Exchange, UnevenTransport):
-    """Where NCCL sums in fp32: gradients are exchanged, parameters gathered as above."""
+    """Serves NCCL where it sums in fp32: gradients are exchanged, and parameters gathered as above."""
 
 
-UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # gloo's takes parts as they are
+UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # GlooTransport takes parts of any length
 
 
 class WholeBucket(Bucket):
     def place(self, alignment):
-        """What a rank owns lies together, rank after rank: `lengths` elements of each."""
-        self.lengths, offsets, rank = [0] * self.transport.world_size, [], self.transport.rank
+        """Lay out rank after rank, `lengths` elements of each: what a rank owns lies together."""
+        self.lengths = [0] * self.transport.world_size
         owners = [self.transport.owner_of[param] for param in self.params]
+        offsets = []
         for tensor, owner in zip(self.tensors, owners):
             offsets.append(self.lengths[owner])
             self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
         self.numel = sum(self.lengths)
         self.starts = [sum(self.lengths[:owner]) + offset for owner, offset in zip(owners, offsets)]
-        self.ranges = [Range(index, 0, self.tensors[index].numel(), offset)
-                       for index, (owner, offset) in enumerate(zip(owners, offsets)) if owner == rank]
+        self.ranges = [Range(index, 0, tensor.numel(), offset)
+                       for index, (tensor, owner, offset) in enumerate(zip(self.tensors, owners, offsets))
+                       if owner == self.transport.rank]
 
     def shards_of(self, flat):
         return flat.split(self.lengths)
@@ -75,37 +82,38 @@ class WholeBucket(Bucket):
     def partition(self):
         super().partition()
         for param, main_param in self.main_params.items():
-            self.main_params[param] = whole = main_param.view(param.shape)
-            whole.grad = main_param.grad.view(param.shape)
+            self.main_params[param] = main_param.view(param.shape)
+            self.main_params[param].grad = main_param.grad.view(param.shape)
 
 
 class WholeBuffer(BucketBuffer):
     def __init__(self, buckets, transport):
-        """An exchange receives this rank's part of a bucket from each rank, however much of the bucket that is."""
+        """Make room to receive this rank's part of a bucket from each rank, which may be more than the bucket."""
         super().__init__(buckets, transport)
         if transport.needs_receive_buffer:
-            numels = [transport.world_size * bucket.lengths[transport.rank] for bucket in buckets]
-            dtypes = [self.wire_dtype(bucket) for bucket in buckets]
-            self.received = self.sent.new_zeros(max(n * dtype.itemsize for n, dtype in zip(numels, dtypes)))
-            for bucket, numel, dtype in zip(buckets, numels, dtypes):
-                received = self.received[: numel * dtype.itemsize].view(dtype)
-                self.places[bucket] = *self.places[bucket][:2], received.view(transport.world_size, -1)
+            d, rank = transport.world_size, transport.rank
+            sizes = [d * bucket.lengths[rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
+            self.received = self.sent.new_zeros(max(sizes))
+            for bucket, n_bytes in zip(buckets, sizes):
+                slots, sent, _ = self.places[bucket]
+                received = self.received[:n_bytes].view(self.wire_dtype(bucket))
+                self.places[bucket] = slots, sent, received.view(d, -1)
 
 
 class ShardedOptimizer(BucketByBucket):
     bucket_class, bucket_buffer_class = WholeBucket, WholeBuffer
 
     def transport_for(self, process_group, *args):
-        """And a bucket's size: a matrix for each rank, so that all send at once, or a twelfth of the model if less."""
+        """Choose a bucket's size too: a matrix per rank, so that all send at once, or a twelfth of the model if less."""
         transport = transport_for(process_group, *args)
         transport = UNEVEN.get(type(transport), type(transport))(process_group)
         transport.owner_of = owners(self.param_groups, transport.world_size)
-        mb = [param.nbytes / 2**20 for param in transport.owner_of]
-        self.bucket_cap_mb = self.bucket_cap_mb or min(transport.world_size * max(mb), sum(mb) / 12)
+        sizes_mib = [param.nbytes / 2**20 for param in transport.owner_of]
+        self.bucket_cap_mb = self.bucket_cap_mb or min(transport.world_size * max(sizes_mib), sum(sizes_mib) / 12)
         return transport
 
     def pack(self, bucket):
-        """What is stepped goes back at once."""
+        """Send a bucket's parameters as soon as they are updated."""
         bucket.start_param_sync()
 
     def sync_params(self):
@@ -116,7 +124,7 @@ class ShardedOptimizer(BucketByBucket):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, of any optimizer that steps tensors one by one."""
+    """Stage 4's, for any optimizer that steps tensors one by one."""
 
     _probe = tried_tensor_by_tensor(check_one_by_one)
 

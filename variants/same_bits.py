@@ -205,8 +205,10 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
 
     def _average_grads(self, arguments):
         """As in stage 4, after the ranks have compared how many backward passes they ran."""
-        now, n_own = self._rounds, len(self.own_leaves())
-        n_passes = n_own if now.is_synced else now.n + now.is_open
+        rounds, n_own = self._rounds, len(self.own_leaves())
+        n_passes = rounds.n + 1 if rounds.is_open else rounds.n
+        if rounds.is_synced:  # the ranks have compared them already
+            n_passes = n_own
         was_new = super()._average_grads({**arguments, "backward passes since the last step": n_passes})
         if n_passes != n_own:
             self.zero_grad()
