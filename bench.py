@@ -60,7 +60,7 @@ def parse():
     return args, row_ids
 
 
-class Part(NamedTuple):
+class BenchPart(NamedTuple):
     """A part of the bench. `runs`: how many runs of a row take about as long, for the minutes that are printed."""
     title: str
     runs: float
@@ -80,16 +80,16 @@ class Bench:
 
     def parts_to_measure(self):
         first = [row_id for row_id in self.row_ids if row_id.name in FIRST]
-        more = [row_id for row_id in self.row_ids if row_id not in first]
-        parts = [Part("the first rows", every_row.n_runs(self.settings, first), lambda: self.measure_first(first))]
-        if more:
-            parts.append(Part(f"{len(more)} more rows", every_row.n_runs(self.settings, [None, *more]),
-                              lambda: self.measure_more(more)))
+        later = [row_id for row_id in self.row_ids if row_id not in first]
+        parts = [BenchPart("the first rows", every_row.n_runs(self.settings, first), lambda: self.measure_first(first))]
+        if later:
+            parts.append(BenchPart(f"{len(later)} more rows", every_row.n_runs(self.settings, [None, *later]),
+                              lambda: self.measure_more(later)))
         if not self.args.quick and on_rank_0(self.workers, examine.device_type) == "cpu":
-            parts.append(Part("exposed time of all rows", len(self.row_ids), self.record_steps))
+            parts.append(BenchPart("exposed time of all rows", len(self.row_ids), self.record_steps))
         if not self.args.quick and not self.args.rows and self.args.dtype == "float32":  # what doesn't depend on these
-            parts += [Part("model state at any number of ranks", 20, self.count_state),
-                      Part("the host's time", 15, self.time_host)]
+            parts += [BenchPart("model state at any number of ranks", 20, self.count_state),
+                      BenchPart("the host's time", 15, self.time_host)]
         return parts
 
     def measure(self):

@@ -190,8 +190,9 @@ def bytes_touched(function, arguments, result):
                if argument.alias_info and argument.alias_info.is_write} - {"grads"}
     unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
     read = [value for name, value in arguments.items() if name not in unread]
-    made = [] if any(returned.alias_info for returned in schema.returns) else result
-    return sum(tensor.nbytes for tensor in tensors_in([read, [arguments.get(name) for name in written], made]))
+    is_new = not any(returned.alias_info for returned in schema.returns)
+    outputs = [arguments.get(name) for name in written] + ([result] if is_new else [])
+    return sum(tensor.nbytes for tensor in tensors_in([read, outputs]))
 
 
 @contextmanager
@@ -246,7 +247,7 @@ def cost_of(spec, dtype, batch_size, sequence_length):
     return Cost(dry.peak - before, batch_size * sequence_length * (2 * numel + attention))
 
 
-class Part(torch.autograd.Function):
+class ParameterUse(torch.autograd.Function):
     """Stands in for one parameter's part of the model: it holds as much, takes as many FLOPs, and has a gradient."""
 
     @staticmethod
@@ -274,7 +275,7 @@ def stand_in(model, cost, dry):
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
             for param in params:
-                x = Part.apply(x, param, Cost(*(value * param.numel() / total for value in cost)), dry)
+                x = ParameterUse.apply(x, param, Cost(*(value * param.numel() / total for value in cost)), dry)
         return x
     model.forward = forward
 

@@ -4,23 +4,12 @@ import dataclasses
 import itertools
 import statistics
 
-from harness import examine
+from harness import examine, tables
 from harness import rows as catalogue
 from harness.memory import KINDS
 from harness.results import Marked, Result, Row
 from harness.rows import RowId
-from harness.tables import (
-    METHODS,
-    TEXT,
-    column,
-    conditions_line,
-    failures,
-    label_of,
-    names,
-    print_sheets,
-    sheet_of,
-    small,
-)
+from harness.tables import TEXT, column, names, sheet_of
 from harness.workers import WorkerError, on_rank_0
 
 
@@ -175,15 +164,15 @@ def time_sheet(result):
     of_noise = f"~ within the noise: ddp, timed again, took {least:.2f} to {most:.2f} times as long."
     return sheet_of(
         "Time and traffic of a step", result.rows, {
-            "name": names(label_of), "ms": column("ms/step\nmedian", "rounds_ms", "measured", ".0f"),
+            "name": names(tables.label_of), "ms": column("ms/step\nmedian", "rounds_ms", "measured", ".0f"),
             "range": column("min–max", "rounds_ms", "measured", ".0f", shows="range"),
             "over_ddp": column("x ddp", over_ddp, "measured", ".2f"),
             "exposed": column("exposed\nms", "exposed_ms", "measured", ".0f"),
             "collectives": column("collectives", collectives, "counted", TEXT),
             "sent": column("MB sent\na rank", sent, "counted", ".1f"),
             "formula": column("", formula, "formula", ".1f")},
-        [f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {METHODS}",
-         *failures(result.rows)], itertools.chain([of_noise] if conditions.noise else [], footnotes.values()))
+        [f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {tables.METHODS}",
+         *tables.failures(result.rows)], itertools.chain([of_noise] if conditions.noise else [], footnotes.values()))
 
 
 def memory_sheets(result):
@@ -201,7 +190,7 @@ def memory_sheets(result):
         lambda row: "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
     memory = sheet_of(
         "Memory of a rank, and the difference from ddp", rows, {
-            "name": names(label_of),
+            "name": names(tables.label_of),
             **{phase: column(title, lambda row, phase=phase: row.memory_bytes.get(phase), "counted", ".1f", unit=1e6)
                for phase, title in phases.items()},
             "bytes": column("bytes a\nparam.", counted, "counted", ".2f"),
@@ -210,14 +199,14 @@ def memory_sheets(result):
         ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
          "optimizer state after a step, mean over the ranks.",
          f"Largest |Δ|: of any parameter on any rank, from {reference}, after 3 steps; "
-         f"allowed: {small(conditions.tolerance)}."], footnotes.values())
+         f"allowed: {tables.small(conditions.tolerance)}."], footnotes.values())
     if not any(row.held_bytes for row in rows):
         return [memory]
     peaks = {"build": "peak:\nbuild", "forward": "\nforward", "backward": "\nbackward", "step": "\nstep"}
     held = dict(zip(KINDS, ("held:\nparam.", "\ngrads", "\nstate", "\nbuffers")))
     kinds = sheet_of(
         "Peak within each phase, and what a rank holds after a step, counted, in MB", rows, {
-            "name": names(label_of),
+            "name": names(tables.label_of),
             **{phase: column(title, lambda row, phase=phase: row.peak_bytes.get(phase), "", "megabytes", unit=1e6)
                for phase, title in peaks.items()},
             **{kind: column(title, lambda row, kind=kind: row.held_bytes.get(kind), "", "megabytes", unit=1e6)
@@ -235,4 +224,4 @@ def sheets(result):
 
 def show(result):
     """Print all tables of a bench."""
-    print_sheets(sheets(result), conditions_line(result.conditions))
+    tables.print_sheets(sheets(result), tables.conditions_line(result.conditions))

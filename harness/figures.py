@@ -33,7 +33,7 @@ class Step(NamedTuple):
             parts = saved.provenance(saved.load(self.file))
         except SystemExit:  # there is no file, or one of other fields
             return False
-        commits = {(rate, made.commit) for rate, made in parts if not self.rates or rate in self.rates}
+        commits = {(rate, part.commit) for rate, part in parts if not self.rates or rate in self.rates}
         return commits == {(rate, head) for rate in self.rates or (None,)}
 
 

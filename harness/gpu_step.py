@@ -357,13 +357,13 @@ PICTURE = f"One recorded step of rank 0 of {D} on a GPU, beside a simulated link
 def measure(device, host_steps=60):
     """Measure all of it. Returns a Report."""
     bytes_per_s = copy_rate(device)
-    made = Made(torch.cuda.get_device_name(device), torch.__version__, commit(), date.today().isoformat())
+    origin = Made(torch.cuda.get_device_name(device), torch.__version__, commit(), date.today().isoformat())
     n_steps = 10
-    conditions = made_line(made, "float32", f"median of {n_steps} steps, no communication")
+    conditions = made_line(origin, "float32", f"median of {n_steps} steps, no communication")
     updates = update_sheet(measure_updates(device, n_steps=n_steps), bytes_per_s, conditions)
     host = host_time.measure_ranks(device, n_steps=host_steps)
     rows, words = measure_overlap(device)
-    return Report(made, {"updates": updates, "overlap": overlap_sheet(rows, words)}, host,
+    return Report(origin, {"updates": updates, "overlap": overlap_sheet(rows, words)}, host,
                   steps={row.name: row.step for row in rows if row.name in DRAWN}, title=PICTURE)
 
 

@@ -132,7 +132,7 @@ def curve_picture(results):
 def accumulation_sheets(accumulation):
     """Make the tables of what an exchange each costs stage 4, and of communication's share of a step."""
     first = accumulation.rows[0]  # with one micro-batch both ways are the same
-    noise = max(abs(each / once - 1) for once, each in zip(first.no_sync_ms, first.each_ms))
+    noise = max(abs(each_ms / once_ms - 1) for once_ms, each_ms in zip(first.no_sync_ms, first.each_ms))
 
     def price(row):
         over_no_sync = ratio(row.each_ms, row.no_sync_ms)

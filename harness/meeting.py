@@ -179,7 +179,7 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
         dist.destroy_process_group()
 
 
-def beside(timeout_s):
+def side_group(timeout_s):
     """Make a gloo group of all ranks for small messages, which don't queue behind what the default group sends."""
     before = own_threads()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

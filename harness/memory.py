@@ -4,7 +4,6 @@
         model = GPT(config).to(device)
         memory.live      # bytes of all tensors made since, and still alive
         memory.peak      # the most that were alive at one moment since the start, or since memory.reset_peak()
-        memory.made      # bytes of all tensors made since, alive or not
         memory.mark("parameters", model.parameters())
         memory.by_kind() # {"parameters": bytes, …, REST: bytes of unmarked storages}; the sum is memory.live
 
@@ -37,7 +36,7 @@ class Memory(TorchDispatchMode):
     def __init__(self, device="cpu"):
         super().__init__()
         self.device = torch.device(device)
-        self.live = self.peak = self.made = 0
+        self.live = self.peak = 0
         self.lock = threading.RLock()  # gloo's threads free tensors at any moment, and `_set` runs there
         self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes]
         self.kinds = weakref.WeakKeyDictionary()  # storage -> its kind, by `mark`
@@ -124,7 +123,6 @@ class Memory(TorchDispatchMode):
         with self.lock:
             added = n_bytes - count[0]
             count[0] = n_bytes
-            self.made += max(0, added)
             self.hold(added)
 
     def _resized(self, storage, size):

@@ -14,15 +14,16 @@ from harness.results import Report, Row, Sheet
 from harness.tables import TEXT, column, names, rate_words
 from harness.take import core_lines
 
+FP32_BYTES = 4
 GPUS = ("cuda.json",)
 CHECKPOINTS = "saving.json", "faults.json"
 
 
-def made(files):
+def origin(files):
     """Return a block with machine, torch, commit and date of these files, each once."""
     files = [name for name in files if (saved.ROOT / "results" / name).exists()]
-    parts = [part for name in files for _, part in saved.provenance(saved.load(name))]
-    machine, torch, commit, day = (" and ".join(dict.fromkeys(getattr(part, field) for part in parts))
+    conditions = [part for name in files for _, part in saved.provenance(saved.load(name))]
+    machine, torch, commit, day = (" and ".join(dict.fromkeys(getattr(part, field) for part in conditions))
                                    for field in ("machine", "torch", "commit", "date"))
     return code(f"{machine} · torch {torch} · commit {commit} · {day}")
 
@@ -33,34 +34,39 @@ def code(*texts):
 
 
 def pick(sheet, *keys, timed=None):
-    """Return a sheet with these columns, or all, and with its footnotes alone: the page says the rest.
+    """Return a sheet with the columns of these keys, or all, and with its footnotes alone: the page says the rest.
 
-    `timed`: Conditions that say how often; they become a note.
+    `timed`: Conditions, of which the number of rounds and steps becomes a footnote.
     """
-    keys = keys or [column.key for column in sheet.columns]
-    places = [[column.key for column in sheet.columns].index(key) for key in keys]
-    footnotes = sheet.footnotes + ([f"{timed.rounds} round(s) of {timed.steps} steps."] if timed else [])
+    all_keys = [column.key for column in sheet.columns]
+    places = [all_keys.index(key) for key in keys or all_keys]
+    footnotes = [*sheet.footnotes]
+    if timed:
+        footnotes.append(f"{timed.rounds} round(s) of {timed.steps} steps.")
     return dataclasses.replace(sheet, columns=[sheet.columns[place] for place in places], notes=[],
                                rows=[[cells[place] for place in places] for cells in sheet.rows], footnotes=footnotes)
 
 
 def shown(*sheets):
+    """Return a block of sheets, as a terminal shows them."""
     return code(*map(tables.sheet_text, sheets))
 
 
 def bench(result):
-    """Return time, traffic and memory of each row, in one table."""
+    """Return a block with time, traffic and memory of each row, in one table."""
     time = pick(every_row.time_sheet(result), "name", "ms", "range", "over_ddp", "sent", "formula")
     memory = pick(every_row.memory_sheets(result)[0], "name", "peak", "bytes", "difference")
-    held = {name: cells for name, *cells in memory.rows}
-    rows = [[*cells, *held.get(cells[0], [None] * 3)] for cells in time.rows]
-    both = Sheet("A step: time, traffic, memory in MB", time.columns + memory.columns[1:], time.row_keys, rows,
-                 footnotes=time.footnotes + memory.footnotes)
-    return shown(pick(both, timed=result.conditions))
+    memory_columns = memory.columns[1:]  # without the names
+    cells_of = {name: cells for name, *cells in memory.rows}
+    nothing = [None] * len(memory_columns)  # the row that notes the noise has no memory
+    rows = [[*cells, *cells_of.get(cells[0], nothing)] for cells in time.rows]
+    sheet = Sheet("A step: time, traffic, memory in MB", time.columns + memory_columns, time.row_keys, rows,
+                  footnotes=time.footnotes + memory.footnotes)
+    return shown(pick(sheet, timed=result.conditions))
 
 
 def phases(result):
-    """Return the memory of each row after each phase of the first step, and its peak in the second."""
+    """Return a block with the memory of each row after each phase of the first step, and its peak in the second."""
     sheet = pick(every_row.memory_sheets(result)[0], "name", "model", "optimizer", "backward", "step", "peak")
     return shown(dataclasses.replace(sheet, title="Memory of a rank after each phase, and its peak, MB"))
 
@@ -70,7 +76,7 @@ def at_a_rate(sheet, result, timed=None):
 
 
 def host(result):
-    """Return the host's time as rank 0 of 8."""
+    """Return the sheet of the host's time as rank 0 of 8."""
     return pick(result.host[8], "name", "forward", "backward", "step", "whole", "over_plain", "per_tensor")
 
 
@@ -80,7 +86,7 @@ def cuda():
 
 
 def plans():
-    """Return of 7b what a rank holds, a step, and the sizes of buckets; of 70b a step."""
+    """Return a block of make plan: memory, time and sizes of buckets for 7b, and time for 70b."""
     plan, larger = saved.load("plan.json").sheets, saved.load("plan_70b.json").sheets
     memory = pick(plan["memory"], "name", "parameters", "gradients", "main parameters", "state", "buffers", "peak",
                   "fits_from")
@@ -89,7 +95,7 @@ def plans():
 
 
 def sheets_of(name, *keys):
-    """Return tables of a Report as they are."""
+    """Return a block with tables of a Report."""
     sheets = saved.load(name).sheets
     return shown(*(pick(sheets[key]) for key in keys))
 
@@ -102,9 +108,9 @@ def of_bench(key):
 
 
 class Rung(NamedTuple):
-    """A row of README's ladder: the bench's row of that name, and its stage's folder. `state`: its row of bytes."""
-    row: str
-    folder: str
+    """A row of README's ladder. `state`: its row in the bench's table of model state."""
+    row: str  # of the bench
+    folder: str  # of the stage
     title: str
     collectives: str
     state: str = ""
@@ -122,37 +128,44 @@ LADDER = [
 
 def ladder_sheet():
     """Make the table of what can be counted, and one column of time, measured on two hosts with the slowest link."""
-    result = saved.by_rate()[0]
-    conditions = result.conditions
-    tuned = catalogue.tuned(result, catalogue.REFERENCE)
-    ddp = tuned or result.find(catalogue.REFERENCE)
-    state = saved.load_bench().sheets["model_state"]
+    slowest = saved.by_rate()[0]
+    bench = saved.load_bench()
+    conditions = slowest.conditions
+    tuned = catalogue.tuned(slowest, catalogue.REFERENCE)
+    ddp = tuned or slowest.find(catalogue.REFERENCE)
+    ranks = (2, 8, 64)
 
-    def of_row(get):
-        return lambda rung: get(ddp if rung.row == catalogue.REFERENCE else result.find(rung.row) or Row(rung.row))
+    def row_of(rung):
+        return ddp if rung.row == catalogue.REFERENCE else slowest.find(rung.row) or Row(rung.row)
 
     def held(rung):
         """Write bytes per parameter after a step: of stages 3 and 4 as counted, padding and buffers included."""
-        formula = {d: 8 + 8 / d if rung.folder else 16 for d in (2, 8, 64)}
-        counted = {d: state.numbers(f"{d}")[rung.state] for d in formula} if rung.state else formula
-        return " · ".join(f"{n_bytes:.1f}" for n_bytes in counted.values())
+        if rung.state:
+            by_ranks = [bench.sheets["model_state"].numbers(f"{d}")[rung.state] for d in ranks]
+        else:
+            by_ranks = [8 + 8 / d if rung.folder else 16 for d in ranks]
+        return " · ".join(f"{n_bytes:.1f}" for n_bytes in by_ranks)
 
-    def peak_mb(row):
-        return max(row.peak_bytes.values()) / 1e6 if row.peak_bytes else None
+    def peak_bytes(rung):
+        return max(row_of(rung).peak_bytes.values(), default=None)
+
+    def values_sent(rung):
+        return catalogue.find(rung.row).sends / FP32_BYTES
+
+    def n_lines(rung):
+        return core_lines(saved.ROOT / rung.folder) if rung.folder else None
     sheet = tables.sheet_of("", LADDER, {
         "stage": names("title", "stage"), "collectives": column("collectives", "collectives", form=TEXT),
-        "held": column("bytes per parameter on 2 · 8 · 64 ranks", held),
-        "peak": column("peak memory, MB", of_row(peak_mb), form=".0f"),
-        "sends": column("values sent per parameter", lambda rung: catalogue.find(rung.row).sends / 4, form="g"),
-        "lines": column("code lines of the core",
-                        lambda rung: core_lines(saved.ROOT / rung.folder) if rung.folder else None),
-        "time": column("time ÷ DDP's", of_row(lambda row: row.over(ddp)), form=".2f")})
-    words = "DDP's with its default buckets" if tuned is None else (
-        f"tuned DDP's ({'default' if tuned.bucket_mb is None else tuned.size} buckets)")
+        "held": column(f"bytes per parameter on {' · '.join(map(str, ranks))} ranks", held),
+        "peak": column("peak memory, MB", peak_bytes, form=".0f", unit=1e6),
+        "sends": column("values sent per parameter", values_sent, form="g"),
+        "lines": column("code lines of the core", n_lines),
+        "time": column("time ÷ DDP's", lambda rung: row_of(rung).over(ddp), form=".2f")})
+    words = f"tuned DDP's ({tuned.size} buckets)" if tuned else "DDP's with its default buckets"
     sheet.notes = [
         f"The model has {conditions.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with "
         "AdamW (stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b: bucket buffers). The peak includes "
-        f"activations of {conditions.batch_size} sequences ({saved.load_bench().conditions.batch_size} in results/). A "
+        f"activations of {conditions.batch_size} sequences ({bench.conditions.batch_size} in results/). A "
         "rank sends this many values per parameter, times (d-1)/d; stage 2 adds padding. Time: "
         f"`DistributedOptimizer`'s step, divided by {words}. Two emulated hosts, {rate_words(conditions.rate)}, "
         f"median of {conditions.rounds} rounds ({conditions.machine}, {conditions.date})."]
@@ -161,9 +174,9 @@ def ladder_sheet():
 
 BLOCKS = {
     "ladder": lambda: tables.markdown(ladder_sheet()),
-    "made": lambda: made([name for name in saved.FILES if name not in (*GPUS, *CHECKPOINTS)]),
-    "made_checkpoints": lambda: made(CHECKPOINTS),
-    "made_gpu": lambda: made(GPUS),
+    "made": lambda: origin([name for name in saved.FILES if name not in (*GPUS, *CHECKPOINTS)]),
+    "made_checkpoints": lambda: origin(CHECKPOINTS),
+    "made_gpu": lambda: origin(GPUS),
     "settings": lambda: code(*(textwrap.fill(tables.settings_line(result.conditions), 100)
                                for result in (saved.load_bench(), saved.by_rate()[0]))),
     "curve": lambda: shown(pick(links.curve_sheet(saved.at_all_rates()))),
@@ -201,17 +214,18 @@ def drawn_steps(name):
 
 def figures():
     """Return {name: text} of figures inside sentences, which stand between <!--name--> and <!--end-->."""
-    plan, larger, network = saved.load("plan.json"), saved.load("plan_70b.json"), saved.at_all_rates()
-    memory, ms_70b, check = plan.sheets["memory"], larger.sheets["ranks"].numbers("1024"), plan.figures
+    plan = saved.load("plan.json")
+    memory, published, check = plan.sheets["memory"], plan.sheets["published"], plan.figures
+    ms_70b = saved.load("plan_70b.json").sheets["ranks"].numbers("1024")
     held = sum(memory.numbers(kind)[catalogue.STAGE_4_BF16] for kind in (
         "parameters", "gradients", "main parameters", "state", "buffers"))
-    rows = [dict(zip((column.key for column in plan.sheets["published"].columns), row))
-            for row in plan.sheets["published"].rows]
+    keys = [column.key for column in published.columns]
+    runs = [dict(zip(keys, cells)) for cells in published.rows]
 
     def percents(calibration, is_users, *optimizers):
-        """Return the errors of these published runs."""
-        return [100 * abs(row["error"]) for row in rows if row["calibration"] == calibration
-                and row["optimizer"] in optimizers and (row["gpus"] == 128) == is_users]
+        """Return the errors of these published runs; the user's were on 128 GPUs."""
+        return [100 * abs(run["error"]) for run in runs if run["calibration"] == calibration
+                and run["optimizer"] in optimizers and (run["gpus"] == 128) == is_users]
     numbers = {
         "ddp_7b": memory.numbers("peak")["ddp bf16"], "held_7b": held,
         "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16], "ddp_70b": ms_70b["ddp bf16"],
@@ -225,7 +239,7 @@ def figures():
         "flops_theirs": check["publisher's TFLOP/s"], "flops_users": check["user's TFLOP/s"],
         "between_users": check["user's GB/s of a node"]}
     over_tuned = {}
-    for result in network:
+    for result in saved.at_all_rates():
         ddp = catalogue.tuned(result, catalogue.REFERENCE)
         over_tuned[f"over_tuned_{result.conditions.rate}".replace(".", "_")] = (
             f"{result.find(catalogue.OVERLAP).over(ddp):.2f}")
@@ -265,11 +279,11 @@ def published_file(name, result):
 def compared_sheet(name, result, published):
     """Make the table of a Result beside that of the same rate among the `published` Results."""
     rate = result.conditions.rate
-    same = next((other for other in published if other.conditions.rate == rate), None)
+    match = next((other for other in published if other.conditions.rate == rate), None)
 
-    def of_published(field):
+    def read_published(field):
         def read(row):
-            published_row = same.find(*row.row_id) if same else None
+            published_row = match.find(*row.row_id) if match else None
             return getattr(published_row, field) if published_row else None
         return read
     columns = {"name": names(tables.label_of)}
@@ -277,12 +291,12 @@ def compared_sheet(name, result, published):
                                ("MB sent", "wire_bytes", ".1f"), ("bytes a\nparam.", "bytes_per_param", ".2f")):
         unit = 1e6 if field == "wire_bytes" else 1
         source = "measured" if field in ("rounds_ms", "vs_reference") else "counted"
-        columns[f"published {field}"] = column(f"{title}\npubl.", of_published(field), source, form, unit=unit)
+        columns[f"published {field}"] = column(f"{title}\npubl.", read_published(field), source, form, unit=unit)
         columns[f"your {field}"] = column(f"{title}\nyours", field, source, form, unit=unit)
     return tables.sheet_of(
         f"Yours beside the published ones: {name}{f', {rate}' if rate else ''}", result.rows, columns,
         [f"Yours: {tables.conditions_line(result.conditions)}.",
-         f"Published: {tables.conditions_line(same.conditions) if same else 'none at this rate'}.",
+         f"Published: {tables.conditions_line(match.conditions) if match else 'none at this rate'}.",
          *tables.failures(result.rows)])
 
 

@@ -149,11 +149,11 @@ def plan(args, workers):
 # ---------------------------------------------------------------------------------------------- Its tables and pictures
 
 
-def report_of(made, assumed, rows, sizes):
+def report_of(origin, assumed, rows, sizes):
     """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
     steps, title = slow_ones_left_out(assumed, rows)
     stage4 = next(row for row in rows if row.base in STAGE_4)
-    return Report(made, {
+    return Report(origin, {
         "memory": memory_sheet(assumed, rows), "state": alone.state_sheet(rows), "time": time_sheet(assumed, rows),
         "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)},
         figures={"buckets of stage 4": stage4.size}, steps=steps, title=title)

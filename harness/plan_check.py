@@ -142,15 +142,15 @@ def published():
     """Calibrate two clusters, and model all published runs. Returns a Calibration."""
     def modelled(calibration, runs, hardware, is_hidden=True):
         return [PublishedRun(calibration, run, run.tokens / step_of(run, hardware, is_hidden)) for run in runs]
-    fewer, more, *overlapped = OF_USER  # the first two differ in micro-batches alone, which send nothing
+    small, large, *overlapped = OF_USER  # the first two differ in micro-batches alone, which send nothing
     a100 = DEVICES["a100"]._replace(sharing=SHARING)
     publishers = calibrated("flops", lambda hardware: step_of(PUBLISHED[0], hardware), a100, PUBLISHED[0].seconds)
-    users = calibrated("flops", lambda hardware: step_of(more, hardware) - step_of(fewer, hardware), a100,
-                       more.seconds - fewer.seconds)
-    users = calibrated("between", lambda hardware: step_of(fewer, hardware), users, fewer.seconds)
+    users = calibrated("flops", lambda hardware: step_of(large, hardware) - step_of(small, hardware), a100,
+                       large.seconds - small.seconds)
+    users = calibrated("between", lambda hardware: step_of(small, hardware), users, small.seconds)
     return Calibration(publishers, users, [
         *modelled("calibrated", PUBLISHED[:1], publishers), *modelled("predicted", PUBLISHED[1:] + OF_USER, publishers),
-        *modelled("calibrated, user's", [fewer, more], users), *modelled("predicted, user's", overlapped, users),
+        *modelled("calibrated, user's", [small, large], users), *modelled("predicted, user's", overlapped, users),
         *modelled("none hidden", overlapped, users, is_hidden=False)])
 
 

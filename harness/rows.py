@@ -266,10 +266,10 @@ def rows_of_16_bits(dtype, short):
     ]
 
 
-def variant(name, build=None, sends=8, whole=4, shared=12, **more):
+def variant(name, build=None, sends=8, whole=4, shared=12, **fields):
     """Make the row of a file of variants/; by default it sends and holds what stage 4 does."""
     return Configuration(f"variants {name}", kind="stage", build=build or stage_with_prefetch(f"variants.{name}"),
-                         sends=sends, whole=whole, shared=shared, **more)
+                         sends=sends, whole=whole, shared=shared, **fields)
 
 
 with_muon = functools.partial(Configuration, sends=8, reference=ddp_and_muon)

@@ -145,7 +145,7 @@ METHODS = "What rows and columns are: results/methods.md."
 
 
 def settings_line(c):
-    """Say ranks, model, batch and rounds of Conditions."""
+    """Write ranks, model, batch and rounds of Conditions."""
     shared = f" that share {c.gpus} GPU(s)" if 0 < c.gpus < c.ranks else ""
     hosts = f" on {c.hosts} hosts of {c.cores_per_host} core(s)" if c.cores_per_host else ""
     tcp = f", TCP {c.tcp}" if c.tcp else ""
@@ -155,13 +155,14 @@ def settings_line(c):
         f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} round(s) of {c.steps} steps"])
 
 
-def made_line(made, *words):
-    """Say on which machine, by which code and when, with `words` in the middle."""
-    return " · ".join([made.machine, f"torch {made.torch}", *words, made.date, f"commit {made.commit}"])
+def made_line(conditions, *words):
+    """Write on which machine, by which code and when something was measured, with `words` in the middle."""
+    c = conditions
+    return " · ".join([c.machine, f"torch {c.torch}", *words, c.date, f"commit {c.commit}"])
 
 
 def conditions_line(c):
-    """Say all of Conditions in a line."""
+    """Write all of Conditions in a line."""
     return made_line(c, settings_line(c))
 
 

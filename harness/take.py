@@ -49,11 +49,11 @@ def core_lines(folder):
 def files_of(stage, with_checkpoint):
     """Return {path in the package: text}."""
     folders = ["guard", "checkpoint"] if with_checkpoint else ["guard"]
-    taken = {path.name: path for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
+    paths = {path.name: path for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
     for folder in folders:
-        taken |= {f"{folder}/{path.name}": path for path in (ROOT / folder).glob("*.py")}
+        paths |= {f"{folder}/{path.name}": path for path in (ROOT / folder).glob("*.py")}
     files = {name: re.sub(r"^from guard\b", f"from .{'.' * name.count('/')}guard", path.read_text(), flags=re.MULTILINE)
-             for name, path in taken.items()}
+             for name, path in paths.items()}
     opening = OPENING.format(number=stage[len("stage")], version=VERSION)
     return {**files, "__init__.py": opening, "LICENSE": (ROOT / "LICENSE").read_text()}
 

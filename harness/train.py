@@ -1,7 +1,10 @@
-"""What every train.py calls: options, a model, and the run: its data, its checkpoints, and what it tells its reader."""
+"""Serves every train.py: its options, its model, and its run, with data, checkpoints, and what the reader is told."""
 
+import argparse
 import math
 import platform
+import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,25 +12,117 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness import gpt
-from harness.checkpoints import Checkpoints
-from harness.corpus import load_data
+import checkpoint
+from harness import gpt, meeting
+from harness.command_line import COUNT, number
+from harness.corpus import DATA_BYTES, STDLIB_BYTES, load_data
+from harness.gpt import MODELS
 from harness.meeting import disconnect as disconnect
-from harness.options import connect as connect
-from harness.options import parse_args as parse_args
-from harness.options import warmup_then_cosine as warmup_then_cosine
+from harness.meeting import is_rank_0, leave, on_all_ranks, side_group
 
 LINES = 20  # of losses in a run, and the first and the last
+PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
+TIMEOUT_S = 600  # that a rank waits for another one
+SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
+MISTAKES = OSError, ValueError, checkpoint.CheckpointError
+SETTINGS = "seed", "text", "accumulate", "sequence_length", "lr", "weight_decay", "clip", "dtype"  # what decides a step
+
+
+def connect():
+    """Join the other ranks. Returns a Rank. That takes --timeout; if it is wrong, parse_args will say so."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--timeout", type=SECONDS, default=TIMEOUT_S)
+    try:
+        return meeting.connect(parser.parse_known_args()[0].timeout)
+    except argparse.ArgumentError:
+        return meeting.connect(TIMEOUT_S)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints on one rank what argparse would print on each."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message, file=None):
+        if is_rank_0():
+            super()._print_message(message, file)
+
+    def exit(self, status=0, message=None):
+        leave(status)
+
+
+def parse_args(description, arguments=None):
+    """Parse the options of every train.py. A mistake is one line from rank 0, and exit code 2 on all ranks.
+
+    `arguments`: a list of them, in place of the command line.
+    """
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
+    add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
+    add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
+    add("--weight-decay", type=SIZE, default=0.1, help="of AdamW (default %(default)s)")
+    add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
+    add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
+    add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
+    add("--clip", type=SIZE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
+    add("--tp", type=COUNT, default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
+        "data-parallel over the others (default 1)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
+    add("--checkpoint", metavar="DIR", help=f"save there, also on a signal (exit code {PREEMPTED}); go on from there")
+    add("--save-every", type=COUNT, metavar="N", help="steps between two of them (default 100)")
+    add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of them, the newest; 0: all (default 3)")
+    add("--force", action="store_true", help="go on from a save of another command")
+    add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
+        "(default %(default)s)")
+    add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
+        f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
+
+    def parse():
+        args = parser.parse_args(arguments)
+        model, n_ranks = MODELS[args.model], dist.get_world_size() if dist.is_initialized() else 1
+        args.sequence_length = args.sequence_length or min(128, model.block_size)
+        if args.sequence_length > model.block_size:
+            parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
+                         f"most {model.block_size}")
+        if reason := gpt.misfit(args.tp, n_ranks, model.n_heads, args.sequence_length):
+            parser.error(f"argument --tp: {reason}")
+        if args.checkpoint == "":
+            parser.error("argument --checkpoint: it names no folder")
+        if not args.checkpoint and (args.save_every is not None or args.keep is not None):
+            parser.error("arguments --save-every and --keep: there is no --checkpoint DIR to save in")
+        args.save_every = args.save_every or 100
+        args.keep = 3 if args.keep is None else args.keep
+        args.lr = args.lr or model.lr
+        return args
+    return on_all_ranks(parse)
+
+
+def warmup_then_cosine(steps):
+    """Return the factor of the lr for LambdaLR: up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
+    warmup = max(1, min(steps // 5, 100))
+
+    def factor(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)  # 0 to 1
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+    return factor
+
+
+# ---------------------------------------------------------------------------------------------------------------- A run
 
 
 def build_model(args, rank):
-    """After the data, so that a wrong --data is refused before anything large is made."""
+    """Load the data first, so that a wrong --data is refused before anything large is made."""
     args.loaded = load_data(args, rank)
     return gpt.build_model(args, rank)
 
 
 class Run:
-    """Training from the newest checkpoint on. Rank 0 prints conditions, losses and speed.
+    """Trains from the newest checkpoint on. Rank 0 prints conditions, losses and speed.
 
     Losses are means over the ranks, over the micro-batches, and over the steps since the line before.
     """
@@ -40,16 +135,16 @@ class Run:
         self.sizes = [rank.world_size // args.tp, args.accumulate, args.batch_size, args.sequence_length]  # of a step
 
     def batch(self, step, micro):
-        """-> (tokens, targets) of a micro-batch on this rank, each (B, T) int64."""
+        """Return (tokens, targets) of a micro-batch on this rank, each (B, T) int64."""
         return self.batches.batch(step * self.args.accumulate + micro)
 
     def add_loss(self, loss):
-        """One micro-batch's part of the step's loss, a scalar tensor. Nothing waits for it here."""
+        """Add one micro-batch's part of the step's loss, a scalar tensor. Nothing waits for it here."""
         self.loss_sum += loss.detach()
 
     def steps(self):
-        """-> the number of each step. What the caller does with it is the step, which is then counted, and saved if it
-        is time to; of some the loss is printed, for which the rank waits for the device, and for all ranks."""
+        """Yield the number of each step, which the caller then runs. Some steps are followed by a line with the loss,
+        which waits for the device and for all ranks, or by a save."""
         self.say_conditions()
         self.say(f"validation loss before: {self.evaluate():.4f}")
         first = last_line = self.checkpoints.first_step
@@ -75,7 +170,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self):
-        """-> mean loss over the validation sequences of all ranks, in nats a byte, the same on every rank."""
+        """Return the mean loss over the validation sequences of all ranks, in nats per byte. Collective."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.rank.device)  # sum of losses, sequences
         for tokens, targets in self.validation:
@@ -90,7 +185,7 @@ class Run:
         cpu = f"CPU with {torch.get_num_threads()} thread(s)"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         python = f"the source of the standard library of Python {platform.python_version()}"
-        shared = f", {args.tp} of which share each layer" * (args.tp > 1)
+        shared = f", {args.tp} of which share each layer" if args.tp > 1 else ""
         self.say(f"{script.parent.name}/{script.name}: {world_size} rank(s) with {backend}, each on {name}{shared}, "
                  f"torch {torch.__version__}")
         self.say(f"model {args.model}, {n_params:,} parameters, {args.dtype}; lr {args.lr:g}, weight decay "
@@ -101,3 +196,91 @@ class Run:
     def say(self, line):
         if self.rank.rank == 0:
             print(line, flush=True)  # torchrun reads it through a pipe
+
+
+# ------------------------------------------------------------------------------------------------------ Its checkpoints
+
+
+def checkpoints_in(folder):
+    """Return the paths of a run's checkpoints, the newest first. Folders of other names are not the run's."""
+    return sorted(Path(folder).glob("step-" + "[0-9]" * 8), reverse=True)
+
+
+class StopSignal:
+    """Knows whether a rank was told to stop, as all ranks see it after the same step. The handler only takes a note."""
+
+    def __init__(self, timeout_s):
+        self.numbers = [0]
+        for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as under nohup: the terminal may go
+                signal.signal(signal_number, lambda signal_number, frame: self.numbers.append(signal_number))
+        self.group = side_group(timeout_s)
+
+    def agreed_name(self):
+        """Return the name of a signal that some rank has had, the same on every rank, or None. Collective."""
+        largest = torch.tensor(max(self.numbers))  # () int64
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return signal.Signals(largest.item()).name if largest else None
+
+
+class Checkpoints:
+    """Saves every args.save_every steps, after the last and after a signal, if args.checkpoint names a folder."""
+
+    def __init__(self, args, rank, model, optimizer, scheduler):
+        self.args = args
+        self.trained = model, optimizer
+        self.first_step = 0  # so many steps were done when the checkpoint was saved that is loaded here
+        self.damaged_paths = []
+        if args.checkpoint:
+            self.settings = {name: getattr(args, name) for name in SETTINGS}
+            self.settings["ranks x batch_size"] = rank.world_size // args.tp * args.batch_size
+            on_all_ranks(lambda: Path(args.checkpoint).mkdir(parents=True, exist_ok=True), MISTAKES)
+            paths = [checkpoints_in(args.checkpoint)]
+            dist.broadcast_object_list(paths, src=0)  # hosts may see a new folder at different moments
+            on_all_ranks(lambda: self._resume(paths[0], scheduler), MISTAKES)
+            self.stop_signal = StopSignal(args.timeout)
+
+    def step_done(self, n_done):
+        """Save if it is time to. After a signal the run ends here, saved. Collective."""
+        if not self.args.checkpoint:
+            return
+        signal_name = self.stop_signal.agreed_name()
+        if signal_name or n_done == self.args.steps or n_done % self.args.save_every == 0:
+            on_all_ranks(lambda: self._save(n_done), MISTAKES)
+        if signal_name:
+            if is_rank_0():
+                print(f"stopped by {signal_name} after step {n_done}, saved: the same command goes on", flush=True)
+            leave(PREEMPTED)
+
+    def _save(self, n_done):
+        path = Path(self.args.checkpoint, f"step-{n_done:08}")
+        if path in self.damaged_paths and is_rank_0():  # not before: the run has come as far again
+            shutil.rmtree(path, ignore_errors=True)
+        checkpoint.save(path, *self.trained, {"step": n_done, "settings": self.settings})
+        if self.args.keep and is_rank_0():
+            old_paths = [other for other in checkpoints_in(path.parent) if other <= path][self.args.keep :]
+            for old in [*old_paths, *path.parent.glob("step-*.partial")]:  # the latter of saves that were killed
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _resume(self, paths, scheduler):
+        """Load the newest checkpoint that isn't damaged. Collective."""
+        for path in paths:
+            try:
+                return self._go_on_from(path, checkpoint.load(path, *self.trained), scheduler)
+            except checkpoint.DamagedCheckpoint as error:
+                self.damaged_paths.append(path)
+                if path == paths[-1]:  # to begin anew would be a surprise
+                    raise
+                if is_rank_0():
+                    print(f"{error}: the one before is tried", flush=True)
+
+    def _go_on_from(self, path, extra, scheduler):
+        changes = [f"{name} is {value}, the run's is {extra['settings'].get(name)}"
+                   for name, value in self.settings.items() if value != extra["settings"].get(name)]
+        if changes and not self.args.force:
+            raise ValueError(f"{path} is of another run: {'; '.join(changes)}: --force goes on nevertheless")
+        self.first_step = scheduler.last_epoch = extra["step"]
+        for group, factor in zip(self.trained[1].param_groups, scheduler.lr_lambdas):  # with --force the command's
+            group.update(lr=self.args.lr * factor(extra["step"]), weight_decay=self.args.weight_decay)
+        if is_rank_0():
+            print(f"resumed from {path}", flush=True)

@@ -104,7 +104,7 @@ class ShardedOptimizer(BucketByBucket):
     bucket_class, bucket_buffer_class = WholeBucket, WholeBuffer
 
     def transport_for(self, process_group, *args):
-        """Choose a bucket's size too: a matrix per rank, so that all send at once, or a twelfth of the model if less."""
+        """Choose a bucket's size too: a matrix per rank, so that all send at once, or a twelfth of all if less."""
         transport = transport_for(process_group, *args)
         transport = UNEVEN.get(type(transport), type(transport))(process_group)
         transport.owner_of = owners(self.param_groups, transport.world_size)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import bench
-from harness import command_line, options, plan, timeline, two_hosts
+from harness import command_line, plan, timeline, train, two_hosts
 from tests.checkpoint import full_disk
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
@@ -58,7 +58,7 @@ def refuse(message):
 
 
 OPTIONS = {  # program -> its main, and what is wrong: options, and words of the line that says so
-    "train.py": (lambda: options.parse_args(""), [
+    "train.py": (lambda: train.parse_args(""), [
         (["--model", "huge"], "huge"),
         (["--steps", "9" * 30], "--steps: must be a whole number from 1 to 1e+06, not 999"),
         (["--seed", str(2**63)], "--seed: must be a whole number from 0 to 9.22337e+18, not 92233720"),

@@ -141,7 +141,7 @@ def threads_of_gloo():
 
 def policies(rank):
     """-> own niceness, and (policy, niceness) of each thread of gloo."""
-    dist.all_reduce(torch.ones(1), group=meeting.beside(30))
+    dist.all_reduce(torch.ones(1), group=meeting.side_group(30))
     return os.nice(0), [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread))
                         for thread in threads_of_gloo()]
 
@@ -160,7 +160,7 @@ def counts_threads_until_it_ends():
     atexit.register(lambda: print(len(threads_of_gloo())))  # what is registered first comes last
     meeting.connect(timeout_s=30)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    dist.all_reduce(torch.ones(1), group=meeting.beside(30))
+    dist.all_reduce(torch.ones(1), group=meeting.side_group(30))
     print(len(threads_of_gloo()))
     meeting.disconnect()
     del model  # it has outlived the group

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from checkpoint import load, save
-from harness import checkpoints, options
-from harness.checkpoints import checkpoints_in
+from harness import train
 from harness.gpt import GPT, MODELS
+from harness.train import checkpoints_in
 from tests.checkpoint import flip_a_bit
 from tests.common import STAGES, on_ranks
 from tests.harness.faults import end_equally
@@ -69,7 +69,7 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_goes(rank):
     before = [signal.getsignal(number) for number in numbers]
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        stop_signal = checkpoints.StopSignal(30)
+        stop_signal = train.StopSignal(30)
         signal.raise_signal(signal.SIGHUP)
         assert stop_signal.agreed_name() is None
         signal.raise_signal(signal.SIGUSR1)
@@ -160,11 +160,11 @@ def test_with_force_the_settings_of_the_command_are_taken(tmp_path):
                      error_of(run(3, "alike")))
     ended = run(3, "alike", "--force", "--lr", "0.5", "--weight-decay", "0")
     assert ended.code == 0 and "lr 0.5, weight decay 0," in ended.stdout
-    assert groups_of_last() == [(0.5 * options.warmup_then_cosine(3)(3), 0)]
+    assert groups_of_last() == [(0.5 * train.warmup_then_cosine(3)(3), 0)]
     assert names_in(tmp_path / "run") == names(1, 2, 3)
 
 
 def test_pages_say_how_long_a_rank_waits():
     for page in ("README.md", "docs/guide.md", "docs/reference.md"):
         text = " ".join((ROOT / page).read_text().split())
-        assert re.search(rf"--timeout.{{0,40}}\b{options.TIMEOUT_S}\b|\b{options.TIMEOUT_S} s \(`--timeout`", text)
+        assert re.search(rf"--timeout.{{0,40}}\b{train.TIMEOUT_S}\b|\b{train.TIMEOUT_S} s \(`--timeout`", text)
