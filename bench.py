@@ -84,7 +84,7 @@ class Bench:
         parts = [BenchPart("the first rows", every_row.n_runs(self.settings, first), lambda: self.measure_first(first))]
         if later:
             parts.append(BenchPart(f"{len(later)} more rows", every_row.n_runs(self.settings, [None, *later]),
-                              lambda: self.measure_more(later)))
+                                   lambda: self.measure_more(later)))
         if not self.args.quick and on_rank_0(self.workers, examine.device_type) == "cpu":
             parts.append(BenchPart("exposed time of all rows", len(self.row_ids), self.record_steps))
         if not self.args.quick and not self.args.rows and self.args.dtype == "float32":  # what doesn't depend on these

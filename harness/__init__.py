@@ -1,6 +1,6 @@
 """Measures and trains what no stage may know: one module a job, listed in the order in which data goes.
 
-processes, meeting, workers     start ranks, on a device and backend that work, and end them together
+meeting, workers                start ranks, on a device and backend that work, and end them together
 gpt, models, corpus, training   what is trained: models, text, the loop; train: what every train.py calls
 reference, exchange             what every row must agree with, and how messages are sent; owner_reduce: a peer
 rows                            the catalogue: each configuration with what it should send and hold

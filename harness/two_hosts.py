@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 from harness import command_line, every_row, examine, links, pictures, tables, timeline
-from harness import processes as signals
 from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import COUNT, write
@@ -305,7 +304,7 @@ def measure_rate(args):
     args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
     if reason := missing():
         sys.exit(f"network: {reason}")
-    signals.exit_on_signals()
+    exit_on_signals()
     try:
         result = measure_on_two_hosts(args)
     except (OSError, WorkerError) as error:
@@ -321,6 +320,12 @@ def measure_rate(args):
         picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
         print(f"{steps}written to {args.json}{picture}")
     return every_row.is_wrong(result)
+
+
+def exit_on_signals():
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does: what it has started and made is removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
 
 
 def show(result):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import latest, load
-from harness import processes, results
+from harness import meeting, results
 from harness.examine import made_here
 from harness.gpt import GPT, MODELS
 from harness.results import Report
@@ -62,7 +62,7 @@ class Run:
                    f"--max-restarts={max_restarts}", script, "--model=nano", "--sequence-length=32", "--batch-size=4",
                    f"--steps={steps}", f"--checkpoint={folder}", "--save-every=20", *more]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        preexec_fn=processes.end_with_parent)
+                                        preexec_fn=meeting.end_with_parent)
         self.lines = []
         self.limit = threading.Timer(LIMIT_S, self.process.kill)
         self.limit.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import every_row, examine, processes, results, timeline, two_hosts
+from harness import every_row, examine, results, timeline, two_hosts
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Result, Row, Sweep
 from harness.rows import RowId
@@ -172,7 +172,7 @@ def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
     sweep = Sweep(before.conditions, [Row(base, mb, "peer", rounds_ms=[ms]) for base, mb, ms in times])
     monkeypatch.setattr(two_hosts, "missing", lambda: None)
     monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
-    monkeypatch.setattr(processes, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(two_hosts, "exit_on_signals", lambda: None)
     for swept, asked, kept in ((None, [], (before.accumulation, None)), (sweep, [], (before.accumulation, sweep)),
                                (sweep, ["--accumulation", "--sweep"], (None, None))):  # which has failed
         before.sweep = swept
