@@ -1,4 +1,4 @@
-"""The contract runs over every stage and every world size; `--stage my_package` runs it on a package of your own.
+"""Runs tests on ranks: the contract over every stage and world size, with `--stage my_package` over your own package.
 
 Tests stay on the CPU, on every machine; `--gpu` runs those of the stages on GPUs.
 """
@@ -31,16 +31,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS",  # what a test asks of make is no part of `make test`
-                 "FORCE_COLOR"):  # nor are colours of what it compares
+    # A test that calls make isn't a part of `make test`, and compares text without colours.
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "FORCE_COLOR"):
         os.environ.pop(name, None)
-    # Several files of tests at once, each with up to four ranks: whoever waits for a message would wait for a core.
+    # Several files of tests run at once, each on up to four ranks: a rank that waits for a message would need a core.
     os.environ.setdefault("GLOO_PRIORITY", "normal")
     if config.getoption("--gpu"):
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu: torch finds no GPU here")
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # here and in whatever is started: the same on every machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for processes that tests start: the same on every machine
     if config.getoption("numprocesses", None) and not (hasattr(config, "workerinput") or config.getoption("--gpu")):
         config.pluginmanager.register(RanksForXdist())
     for stage in config.getoption("--stage") or []:
@@ -49,28 +49,31 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `stage` and `world_size` says by a mark on which it can fail; without one: all stages, 2 and 3.
+    """Choose for a test that takes `stage` or `world_size`: all stages, and 2 and 3 ranks, unless a mark says more.
 
-    any_size: 1 to 4 ranks. shared_guard: the code behind it is one in all stages, so two of them do. Or parametrize.
-    On GPUs it is 1 and 2 ranks: NCCL sums the gradients of more in an order of its own, and the last bits differ.
+    any_size: 1 to 4 ranks. shared_guard: two stages, because all share the code that it tests. A test may parametrize
+    them itself. On GPUs it is 1 and 2 ranks: NCCL sums more gradients in an order of its own, and the last bits differ.
     """
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
-    sizes = [1, 2] if metafunc.config.getoption("--gpu") else [1, 2, 3, 4] if "any_size" in marks else [2, 3]
+    sizes = [1, 2, 3, 4] if "any_size" in marks else [2, 3]
+    if metafunc.config.getoption("--gpu"):
+        sizes = [1, 2]
     stages = [STAGES[1], STAGES[3]] if "shared_guard" in marks else STAGES
     for name, values in {"stage": metafunc.config.getoption("--stage") or stages,
                          "world_size": metafunc.config.getoption("--ranks") or sizes}.items():
-        chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
-        if name in metafunc.fixturenames and not chosen:
+        is_chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+        if name in metafunc.fixturenames and not is_chosen:
             metafunc.parametrize(name, values)
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --stage the contract is run, or, where files are named, what in those is about a stage; the others are about
-    the four stages and the harness.
+    """Deselect what --stage and --gpu don't ask for.
 
-    With --gpu those of few ranks come first: each rank takes a gigabyte of a GPU, and idle ones are ended, see `run`.
+    --stage asks for the contract, or, where files are named, for their tests of that stage. With --gpu tests on few
+    ranks come first, because each rank takes a gigabyte of a GPU, and `run` ends idle ones.
     """
-    stages, files = config.getoption("--stage"), ON_GPUS if config.getoption("--gpu") else None
+    stages = config.getoption("--stage")
+    files = ON_GPUS if config.getoption("--gpu") else None
     if stages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         files = ["test_contract.py"]
 
@@ -86,19 +89,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Modules and tests are here for good: a collection of garbage needn't look at them."""
+    """Spare the garbage collector the modules and tests, which stay until the end."""
     gc.collect()
     gc.freeze()
 
 
-RENEWED_AFTER = 100  # calls: each process group that one leaves has threads, which look for messages
+RENEWED_AFTER = 100  # calls, because each process group that a test leaves behind has threads that look for messages
 
 
 class Pools:
-    """Workers by world size, each started when it is first asked for: idle ranks cost memory, and nothing else."""
+    """Starts Workers for a world size when they are first asked for. Idle ranks cost memory, and nothing else."""
 
     def __init__(self):
-        self.started, self.n_calls = {}, collections.Counter()
+        self.started = {}  # world size -> Workers
+        self.n_calls = collections.Counter()
         self.locks = collections.defaultdict(threading.Lock)  # a world size runs one call at a time
 
     def run(self, world_size, function, *args, **kwargs):
@@ -111,18 +115,18 @@ class Pools:
             return self.started[world_size].run(function, *args, **kwargs)
 
     def answer(self, world_size, call):
-        """`run` for another process: bytes -> bytes, since a manager would share the memory of tensors."""
+        """Do what `run` does for another process, in bytes, because a manager would share the memory of tensors."""
         function, args, kwargs = pickle.loads(call)
         return pickle.dumps(self.run(world_size, function, *args, **kwargs))
 
-    def close(self, but=()):
-        """Ends the ranks of all world sizes but these."""
-        for world_size in set(self.started) - set(but):
+    def close(self, except_for=()):
+        """End the ranks of all world sizes except for these."""
+        for world_size in set(self.started) - set(except_for):
             self.started.pop(world_size).close()
 
 
 class PoolsElsewhere:
-    """The same ranks, from a worker of pytest-xdist. Whoever started them ends them."""
+    """Runs functions on those ranks from a worker of pytest-xdist. The process that started them ends them."""
 
     def __init__(self, address, authkey):
         BaseManager.register("pools")
@@ -135,10 +139,10 @@ class PoolsElsewhere:
 
 
 class RanksForXdist:
-    """In the process that the workers of pytest-xdist answer to, and whose ranks all of them share."""
+    """Starts ranks in the main process of pytest-xdist, for all its workers."""
 
     def __init__(self):
-        start_forkserver()  # here: it sets a signal for a moment, which only the main thread may
+        start_forkserver()  # it sets a signal for a moment, which only the main thread may do
         self.pools, self.authkey = Pools(), secrets.token_bytes()
         BaseManager.register("pools", lambda: self.pools)
         server = BaseManager(authkey=self.authkey).get_server()
@@ -163,7 +167,7 @@ def pools(request):
 def run(pools, world_size, request):
     """`run(function, *args)` calls `function(rank, *args)` on `world_size` ranks and returns the list of results."""
     if request.config.getoption("--gpu"):
-        pools.close(but={world_size})
+        pools.close(except_for={world_size})
 
     def run(function, *args, **kwargs):
         try:

@@ -34,7 +34,7 @@ def total_norm(optimizer, norm_type):
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
     norms, states = [], optimizer.state
     for groups, mains in states.mains_over.items():
-        # torch's norm of an empty list is on the CPU
+        # torch's norm of an empty list would be on the CPU.
         grads = [main.grad for main in mains if main.grad is not None] or [torch.zeros(1, device=states.device)]
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(states.norm_dtype)
         for group in (optimizer.process_group, *groups):
@@ -42,20 +42,21 @@ def total_norm(optimizer, norm_type):
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     for group in dict.fromkeys(group for groups in states.mains_over for group in groups):
-        norm = gather_scalar(norm, group).max()  # each rank has summed in its own order: all clip by the same bits
+        norm = gather_scalar(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
     return norm
 
 
 def gather_scalar(scalar, group):
     """Return the scalar of each rank, (d,). It isn't reduced, because a collective's MAX may lose a nan."""
-    of_ranks = scalar.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(of_ranks, scalar.view(1), group=group)
-    return of_ranks
+    gathered = scalar.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(gathered, scalar.view(1), group=group)
+    return gathered
 
 
 def multiply_grads(params, factor):
+    """Multiply the gradients of `params` in place. A rank may own none."""
     grads = [param.grad for param in params if param.grad is not None]
-    if grads:  # a rank may own nothing
+    if grads:
         torch._foreach_mul_(grads, factor)
 
 
@@ -70,16 +71,16 @@ def clip_grads(params, max_norm, norm, error_if_nonfinite):
 def found_inf(optimizer, grad_scaler):
     """Unscale the gradients of this rank's shards. Collective. Returns whether any rank found an inf or nan."""
     state, scale = grad_scaler._per_optimizer_states[id(optimizer)], grad_scaler._get_scale_async()
-    unscaled = state["stage"] is OptState.UNSCALED
-    if unscaled and optimizer._grads_elsewhere:
+    is_unscaled = state["stage"] is OptState.UNSCALED
+    if is_unscaled and optimizer._grads_elsewhere:
         raise RuntimeError("GradScaler.unscale_() looks into param.grad, and gradients were elsewhere: call "
                            "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()")
     grads = [param.grad for param in all_params(optimizer.optimizer) if param.grad is not None]
-    # What unscale_() has found counts even if it was repaired since.
-    before = state["found_inf_per_device"].values()
-    is_inf = sum((number.to(scale.device) for number in before), torch.zeros_like(scale))
+    # An inf that unscale_() has found counts, even if the gradient was repaired since.
+    found_before = state["found_inf_per_device"].values()
+    is_inf = sum((number.to(scale.device) for number in found_before), torch.zeros_like(scale))
     if grads:
-        factor = torch.ones_like(scale) if unscaled else scale.double().reciprocal().float()
+        factor = torch.ones_like(scale) if is_unscaled else scale.double().reciprocal().float()  # as unscale_() does
         torch._amp_foreach_non_finite_check_and_unscale_(grads, is_inf, factor)
     meshes = [group for groups in optimizer.state.mains_over for group in groups]
     for group in dict.fromkeys([optimizer.process_group, *meshes]):
@@ -89,8 +90,8 @@ def found_inf(optimizer, grad_scaler):
 
 
 @untraced
-def refuse_unseen(clip, params):
-    """Raise RuntimeError if `clip`, a name in torch.nn.utils, wouldn't find averaged gradients in `param.grad`.
+def refuse_unseen(clip_name, params):
+    """Raise RuntimeError if that function of torch.nn.utils wouldn't find averaged gradients in `param.grad`.
 
     A rank may clip its own gradients by value on purpose, so that is a warning, which Python shows once. The owner of
     our hook says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing".
@@ -101,19 +102,20 @@ def refuse_unseen(clip, params):
         if any(hasattr(owner, "_is_moved") and owner._is_moved(param) for owner in owners):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
+        # `holds` is a set, because an older and a newer optimizer may have a hook.
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-        # `holds` is a set, because an older and a newer optimizer may have a hook
         finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds
-        if finds_own and clip == "clip_grad_value_":
+        if finds_own and clip_name == "clip_grad_value_":
             return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: "
                                  "call finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
         if finds_none or finds_own:
             what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
-            raise RuntimeError(f"torch.nn.utils.{clip}() finds {what} in param.grad: call clip_grad_norm_(max_norm) of "
-                               "the DistributedOptimizer")
+            raise RuntimeError(f"torch.nn.utils.{clip_name}() finds {what} in param.grad: call "
+                               "clip_grad_norm_(max_norm) of the DistributedOptimizer")
 
 
 def refusing(clip):
+    """Return torch's function `clip`, preceded by `refuse_unseen`."""
     @functools.wraps(clip)
     def clip_or_refuse(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -124,7 +126,7 @@ def refusing(clip):
 
 
 def watch_torchs_clipping(optimizer):
-    """While any optimizer is alive, torch's clipping functions first check what they are given.
+    """Let torch's clipping functions check what they are given, as long as any optimizer is alive.
 
     This changes the functions and not their names in torch.nn.utils, because programs import them by name, often before
     they build an optimizer.
@@ -136,8 +138,8 @@ def watch_torchs_clipping(optimizer):
     weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
 
 
-def unwatch(number):
-    ALIVE.remove(number)
+def unwatch(optimizer_id):
+    ALIVE.remove(optimizer_id)
     if not ALIVE:
         for cell in CELLS:
             cell.cell_contents = cell.cell_contents.__wrapped__

@@ -32,51 +32,44 @@ from stage4_overlap.transport import Exchange
 @contextmanager
 def rank_0_of(d):
     """Let this process play rank 0 of d while entered: torch's fake process group sends nothing."""
-    hook = sys.excepthook
+    excepthook = sys.excepthook
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=d)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # init_process_group wraps it, each time once more
+        sys.excepthook = excepthook  # init_process_group wraps it, each time once more
 
 
 # --------------------------------------------------------------------------------------------------------- A dry run
 
 
 class Event(NamedTuple):
-    """An event of a step, on rank 0, in `phase`: forward, backward or step.
-
-    `what` is "compute": operators took `flops`, or read and wrote `n_bytes`; "launch": a collective left, `kind` as in
-    the ledger, `n_bytes` of the full tensor; or "wait": computing stops until launch `index` has arrived, of this step,
-    or with `lag` 1 of the step before. `live`: bytes that are alive then. `group_size`, `stride`: a message goes among
-    that many ranks, one of every `stride`; 0: among all.
-    """
-    what: str
-    phase: str
-    flops: float = 0
-    n_bytes: int = 0
-    kind: str = ""
-    index: int = 0
-    lag: int = 0
-    live: int = 0
-    group_size: int = 0
-    stride: int = 1
+    """An event of a step, on rank 0."""
+    what: str  # "compute"; "launch": a collective left; or "wait": computing stops until a message has arrived
+    phase: str  # "forward", "backward" or "step"
+    flops: float = 0  # of an operator that computes
+    n_bytes: int = 0  # that an operator reads and writes, or of a collective's full tensor
+    kind: str = ""  # of a collective, as in the ledger
+    index: int = 0  # of the launch that is waited for
+    lag: int = 0  # 1: that launch was in the step before
+    live: int = 0  # bytes that are alive then
+    group_size: int = 0  # number of ranks that a message goes among; 0: all
+    stride: int = 1  # these are one of every `stride` ranks
 
 
 class Cost(NamedTuple):
-    """What a micro-batch costs: bytes of activations at their peak; FLOPs of the forward pass."""
-    activations: float = 0
-    flops: float = 0
+    """What a micro-batch costs."""
+    activations: float = 0  # bytes, at their peak
+    flops: float = 0  # of the forward pass
 
 
 class Recorded(NamedTuple):
-    """A step that was run dry. `held`: bytes by kind after it, `theory`: their sum by the formula. `peak`: the most
-    bytes at one moment, activations included."""
+    """A step that was run dry."""
     numel: int
-    held: dict
-    theory: float
-    peak: float
+    held: dict  # bytes after the step, by kind
+    theory: float  # their sum by the formula
+    peak: float  # the most bytes at one moment, activations included
     events: list
 
     @property
@@ -88,7 +81,8 @@ class Recorded(NamedTuple):
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
-WORKS_ALIVE = 64  # more than C++ can be about to take: it forgets one that Python has no reference to
+WORKS_ALIVE = 64  # works that are referenced here, because C++ loses one that it takes after Python has dropped it
+FP32_BYTES = 4
 
 
 class Dry(Memory):
@@ -130,15 +124,17 @@ class Dry(Memory):
             self.events.append(Event("compute", self.phase, flops, n_bytes, live=self.live))
 
     def launch(self, schema, args, arguments):
+        """Add an event for a collective. Returns what it returns: a work that never arrives, maybe beside tensors."""
         entry = self.ledger.entry_of(schema.name, arguments)
-        kind, work = entry.kind, FakeWork(self, args[0])
+        work = FakeWork(self, args[0])
+        kind = entry.kind
         if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one rank to the other
             is_root = arguments["root_rank"] == 0
             sends = is_root if kind == "broadcast" else not is_root
             kind = "send" if sends else "recv"
-        first, second = [*dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"])), 1][:2]
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))
         self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live,
-                                 group_size=entry.group_size, stride=max(1, second - first)))
+                                 group_size=entry.group_size, stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1))
         self.n_launched += 1
         self.works = [*self.works[-WORKS_ALIVE:], work]
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
@@ -148,25 +144,25 @@ class Dry(Memory):
 
 
 class FakeWork(dist.Work):
-    """Is the Work of the next launch, which arrives nowhere. A wait for it becomes an event."""
+    """Is the work of the next launch, which arrives nowhere. A wait for it becomes an event."""
 
     def __init__(self, dry, tensors):
         super().__init__()
         self.dry = dry
         self.launch = dry.number, dry.n_launched
         self.tensors = tensors
-        self.is_known = False  # to have arrived
+        self.has_arrived = False
 
     def wait(self, timeout=None):
-        if not self.is_known:
+        if not self.has_arrived:
             self.dry.wait(*self.launch)
         self.tensors = None
         return True
 
     def is_completed(self):
         """Return true once two later collectives were launched; a wait() after that is no event."""
-        self.is_known = self.launch < (self.dry.number, self.dry.n_launched - 2)
-        return self.is_known
+        self.has_arrived = self.launch < (self.dry.number, self.dry.n_launched - 2)
+        return self.has_arrived
 
     def get_future(self):
         self.dry.futures.append(self.launch[1])
@@ -202,14 +198,14 @@ def fake(d, cap_mb=None, transport=None):
     `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and compares no
     values, because fake tensors have none.
     """
-    assign = dist._compute_bucket_assignment_by_size
+    assign_to_buckets = dist._compute_bucket_assignment_by_size
     optimizer_class = catalogue.optimizer_class
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
     default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, catalogue.DEFAULT_MB * 2**20]
     limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
 
     def in_order_of_gradients(tensors, _, sparse):
-        buckets, sizes = assign(tensors[::-1], limits, sparse[::-1])
+        buckets, sizes = assign_to_buckets(tensors[::-1], limits, sparse[::-1])
         return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
 
     def core(package, *name):
@@ -224,8 +220,8 @@ def fake(d, cap_mb=None, transport=None):
           mock.patch.object(stage_4, "transport_for", staticmethod(transport_for)),
           mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
                               _verify_params_across_processes=lambda *args: None)):
-        to_nowhere = dist.group.WORLD._get_backend(torch.device("cpu"))
-        dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, to_nowhere)
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         yield
 
 
@@ -324,7 +320,7 @@ STATE_RANKS = (1, 2, 4, 8, 64, 1024)
 
 
 class StateRow(NamedTuple):
-    """Bytes per parameter by number of ranks, counted and by the formula."""
+    """Bytes per parameter of a row, by number of ranks: counted, and by its formula."""
     name: str
     formula: str
     counted: dict
@@ -346,9 +342,9 @@ def model_state(model):
     """Make the table of bytes per parameter that stages 3 and 4 hold after a step; stage 4 as on gloo, by exchange."""
     rows = []
     for name, row_id, formula in STATES:
-        by_ranks = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
-        rows.append(StateRow(name, formula, {d: row.bytes_per_param for d, row in by_ranks.items()},
-                             {d: row.theory / row.numel for d, row in by_ranks.items()}))
+        recorded = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
+        rows.append(StateRow(name, formula, {d: step.bytes_per_param for d, step in recorded.items()},
+                             {d: step.theory / step.numel for d, step in recorded.items()}))
     return state_sheet(rows)
 
 
@@ -369,7 +365,7 @@ def gathered(model):
     """Make the table of elements that a step gathers, padding included, over those that the model has."""
     def over_numel(row_id, d):
         recorded = record(row_id, models.NAMED[model], d)
-        return sum(recorded.gathered()) / 4 / recorded.numel
+        return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
     return sheet_of(
         "Elements gathered per step, over the model's", GATHERED, {
             "name": names(str),
@@ -393,7 +389,7 @@ def cap_rows(d):
     for name in MODELS:
         native, exchanged = (record(RowId(catalogue.OVERLAP), models.NAMED[name], d, transport=transport)
                              for transport in (None, Exchange))
-        rows.append(CapRow(name, 4 * native.numel, native.gathered(), native.held["buffers"] / native.numel,
+        rows.append(CapRow(name, FP32_BYTES * native.numel, native.gathered(), native.held["buffers"] / native.numel,
                            exchanged.held["buffers"] / exchanged.numel))
     return rows
 

@@ -1,4 +1,4 @@
-"""Examines a row on every rank: is it right, what does it send and hold, how long does a step take."""
+"""Examines a row on every rank: whether it is right, what it sends and holds, and how long its step takes."""
 
 import contextlib
 import functools
@@ -28,13 +28,13 @@ CHECKED_STEPS = 3  # the second is the first that reads parameters which were ex
 
 
 class Settings(NamedTuple):
-    """How rows are trained. `batch_size`: sequences per rank; `steps`: timed in a round; `data`: a path, or None."""
+    """How rows are trained."""
     model: str = "tiny"
-    batch_size: int = 4
+    batch_size: int = 4  # sequences per rank
     sequence_length: int = 128
-    rounds: int = 3
-    steps: int = 3
-    data: str | None = None
+    rounds: int = 3  # in each, every row is timed once
+    steps: int = 3  # timed in a round
+    data: str | None = None  # a path; None: the source of Python's standard library
     seed: int = 0
 
 
@@ -76,8 +76,8 @@ def commit(folder=Path(__file__).parents[1]):
     def git(*command):
         return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
     try:
-        code = "--", "*.py", "Makefile"  # results and pages may be in the making
-        is_changed = git("status", "--porcelain", "--untracked-files=no", *code) != ""
+        # Results and pages may be in the making.
+        is_changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "Makefile") != ""
         head = git("rev-parse", "--short", "HEAD").strip()
         return f"{head}+" if is_changed else head
     except (OSError, subprocess.CalledProcessError):
@@ -85,7 +85,7 @@ def commit(folder=Path(__file__).parents[1]):
 
 
 def made_here():
-    """Return Made of this machine, this code and today."""
+    """Return a Made: this machine, this code and today."""
     return Made(_cpu_name(), torch.__version__, commit(), date.today().isoformat())
 
 
@@ -99,14 +99,14 @@ def default_model(rank):
 
 
 def _cpu_name():
-    """Return the processor's name from Linux, or else the little that Python knows."""
+    """Return the processor's name, as Linux has it, or else the little that Python knows."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-# ----------------------------------------------------------------- Is a row right, what does it send, what does it hold
+# ---------------------------------------------------------------- Whether a row is right, what it sends, what it holds
 
 
 def tolerance(world_size):
@@ -136,11 +136,10 @@ def reference_params(settings, rank, build, dtype):
 
 @rows.in_its_context
 def examine(rank, settings, base, bucket_mb=None):
-    """Train three steps. Returns (Row, movement).
+    """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns (Row, movement).
 
-    Steps 1 and 2 run under the memory counter, step 3 under the ledger; then the parameters are compared with the
-    reference's. The Row is as this rank sees it, except that `max_abs_diff` and movement, the largest difference of any
-    parameter from the reference's and from the start, are of all ranks.
+    The Row is as this rank sees it, except that `max_abs_diff` is of all ranks: the largest difference of any parameter
+    from the reference's. So is movement, the largest difference of any parameter from where it started.
     """
     # On CUDA some sums are faster in any order, but two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
@@ -169,10 +168,10 @@ def examine(rank, settings, base, bucket_mb=None):
 
 
 def count_memory(rank, settings, configuration, batches):
-    """Build a row and train two steps. Returns the Training, and the fields of a Row that are bytes in memory.
+    """Build a row and train two steps. Returns the Training, and {name: value} of a Row's fields of bytes in memory.
 
-    `memory_bytes`, after each phase, are those of step 1, which makes the state. `peak_bytes`, within each phase, are
-    those of step 2, where the state exists already. `held_bytes`, by kind, is what is alive after step 2.
+    `memory_bytes`, after each phase, are from step 1, which makes the state. `peak_bytes`, within each phase, are from
+    step 2, in which the state exists already. `held_bytes`, by kind, are alive after step 2.
     """
     with Memory(rank.device) as memory:
         model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
@@ -187,27 +186,27 @@ def count_memory(rank, settings, configuration, batches):
         training.zero_grad()
         live_after |= {"backward": first.live_after["backward"], "step": first.live_after["step"],
                        "peak": max(build_peak, *first.peak_within.values(), *second.peak_within.values())}
-        if rank.device.type == "cuda":  # of this, what tensors don't use belongs to torch's allocator
+        if rank.device.type == "cuda":  # what torch's allocator has taken, for tensors and in reserve
             live_after["reserved"] = memory.reserved
     return training, {"memory_bytes": live_after, "peak_bytes": {"build": build_peak, **second.peak_within},
                       "activation_bytes": second.activations, "held_bytes": held}
 
 
 class StepMemory(NamedTuple):
-    """Bytes in memory of a step, by phase, and of activations."""
-    peak_within: dict
-    live_after: dict
+    """Bytes in memory during one step."""
+    peak_within: dict  # by phase
+    live_after: dict  # by phase
     activations: int
 
 
 def memory_of_step(memory, training, batch):
     """Train one step, without zeroing gradients. Returns StepMemory; afterwards `memory.by_kind()` knows all kinds.
 
-    Activations are what the forward pass leaves alive, without parameters, which FSDP2 gathers in it.
+    Activations are what the forward pass leaves alive, except for parameters, which FSDP2 gathers in it.
     """
     peak_within, live_after = {}, {}
 
-    def without_params():
+    def live_without_params():
         memory.mark("parameters", training.model.parameters())
         return memory.live - memory.by_kind().get("parameters", 0)
 
@@ -217,10 +216,10 @@ def memory_of_step(memory, training, batch):
         memory.reset_peak()
     memory.settled()
     memory.reset_peak()
-    before = without_params()
+    before = live_without_params()
     loss = training.forward(*batch)
     end("forward")
-    activations = without_params() - before
+    activations = live_without_params() - before
     loss.backward()
     del loss
     end("backward")
@@ -233,15 +232,15 @@ def memory_of_step(memory, training, batch):
 
 
 def bytes_on_the_line():
-    """Return all that gloo's network interface has sent, with headers; None where gloo has no interface of its own."""
+    """Return the bytes that gloo's network interface has sent, with headers; None if gloo has none of its own."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     lines = Path("/proc/net/dev").read_text().splitlines() if interface else []  # of this process's network
-    sent_bytes = 9  # the field of a line, behind the interface's name and eight fields of what was received
-    return next((int(line.split()[sent_bytes]) for line in lines if line.split()[0] == f"{interface}:"), None)
+    sent_field = 9  # behind the interface's name and eight fields of what was received
+    return next((int(line.split()[sent_field]) for line in lines if line.split()[0] == f"{interface}:"), None)
 
 
 def largest_difference(tensors, expected):
-    """Return the largest difference on any rank; what is not a number counts as the largest float. Collective."""
+    """Return the largest difference on any rank; a nan counts as the largest float. Collective."""
     pairs = zip(tensors, expected, strict=True)
     differences = torch.stack([(tensor - other).abs().max().float() for tensor, other in pairs])
     largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
@@ -251,7 +250,7 @@ def largest_difference(tensors, expected):
 
 @rows.in_its_context
 def time_steps(rank, settings, base, bucket_mb=None):
-    """Return ms per step, and ms to drain, on the slowest rank: see `time_warm_steps`."""
+    """Return what `time_warm_steps` returns for a row."""
     training = make_training(rank, settings, rows.find(base, bucket_mb))
     batches = make_batches(settings, rank)
     for batch in batches[:WARMUP_STEPS]:
@@ -260,12 +259,13 @@ def time_steps(rank, settings, base, bucket_mb=None):
 
 
 def make_training(rank, settings, configuration):
+    """Build a row's Training when nothing of the row before is left in memory."""
     gc.collect()
     return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
 
 
 def time_warm_steps(rank, step, inputs, finish):
-    """Time a run that has begun. Returns (median ms per step, ms to drain), each on the slowest rank.
+    """Time `step` for each of `inputs`, after warm-up. Returns (median ms per step, ms to drain), on the slowest rank.
 
     A step lasts from the end of one step to the end of the next, so it includes waiting for parameters that the
     previous step has sent. What the last step sends is waited for once, as the drain. There is no barrier between
@@ -293,6 +293,7 @@ def mark(device):
 
 
 def milliseconds(start, end):
+    """Return the time between two marks."""
     if isinstance(start, float):
         return (end - start) * 1000
     end.synchronize()
@@ -300,15 +301,15 @@ def milliseconds(start, end):
 
 
 def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
-    """Return ms per micro-batch: one exchange per step (`in_no_sync`), or one for each micro-batch."""
+    """Return ms per micro-batch, with one exchange per step (`in_no_sync`) or one for each micro-batch."""
     configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
     training = make_training(rank, settings, configuration)
 
     def step(_number):
         for micro in range(micro_batches):
-            waits = in_no_sync and micro < micro_batches - 1
-            with training.no_sync() if waits else contextlib.nullcontext():
+            is_last = micro == micro_batches - 1
+            with training.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
@@ -323,8 +324,8 @@ def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
 def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     """Time several rows with one exchange per step, and stage 4 also with one for each micro-batch, all in turn.
 
-    `ddp_mb`: the bucket size of DDP's row. Returns AccumulatedRows, one for each number of micro-batches. The more
-    micro-batches a step has, the fewer steps a round has, and 2 at least.
+    `ddp_mb`: the bucket size of DDP's row. Returns an AccumulatedRow for each number of micro-batches. The more
+    micro-batches a step has, the fewer steps a round has, but at least 2.
     """
     row_ids = {"no_sync_ms": RowId(rows.OVERLAP), "each_ms": RowId(rows.OVERLAP),
                "compute_ms": RowId(rows.COMPUTE_ONLY), "ddp_ms": RowId(rows.REFERENCE, ddp_mb),
@@ -333,9 +334,9 @@ def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     for turn in range(settings.rounds):
         for row in accumulated:
             n = row.micro_batches
-            fewer = settings._replace(steps=max(2, settings.steps // n))
+            shorter = settings._replace(steps=max(2, settings.steps // n))
             for field, row_id in row_ids.items():
                 progress(f"round {turn + 1}: {n} micro-batches, {row_id.name}")
                 in_no_sync = field != "each_ms"
-                getattr(row, field).append(on_rank_0(workers, time_accumulation, fewer, row_id, n, in_no_sync))
+                getattr(row, field).append(on_rank_0(workers, time_accumulation, shorter, row_id, n, in_no_sync))
     return accumulated

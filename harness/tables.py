@@ -1,4 +1,4 @@
-"""Makes tables, and writes them: in a terminal by rich, in pages as markdown."""
+"""Makes tables, and writes them: by rich for a terminal, and as markdown for pages."""
 
 import dataclasses
 import io
@@ -15,19 +15,19 @@ from rich.table import Table
 from harness.results import Column, Marked, Sheet, median
 
 NONE = "–"
-TEXT = "text"  # the form of a column of words, which stand to the left
-WIDTH = 110  # columns of a terminal that the widest table takes
+TEXT = "text"  # the form of a column of words, which are aligned left
+WIDTH = 110  # characters in a line of the widest table
 
 
 class Source(NamedTuple):
-    """A Column, and how its cells are read from rows: a function, or a field's name; divided by `unit`."""
+    """A Column, and where its cells come from."""
     column: Column
-    get: Callable | str
-    unit: float
+    get: Callable | str  # function of a row, or the name of a row's field
+    unit: float  # numbers are divided by it
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
-    """Describe a column for `sheet_of`: see results.Column and Source."""
+    """Describe a column for `sheet_of`. The arguments: see results.Column and Source."""
     return Source(Column("", title, source, form, shows), get, unit)
 
 
@@ -37,9 +37,9 @@ def names(get="name", title=""):
 
 
 def sheet_of(title, rows, columns, notes=(), footnotes=(), row_key=None):
-    """Make a Sheet. `columns`: {key: what `column` returns}; `row_key(row)`: by default a row's first cell.
+    """Make a Sheet of `rows`, objects of any kind. `columns`: {key of the column: Source}.
 
-    `footnotes` are read last: functions of columns may add some.
+    `footnotes` are read last: a column's function may add some. A row's key is `row_key(row)`, or else its first cell.
     """
     def cell(row, source):
         value = getattr(row, source.get) if isinstance(source.get, str) else source.get(row)
@@ -47,15 +47,16 @@ def sheet_of(title, rows, columns, notes=(), footnotes=(), row_key=None):
             return value
         return [number / source.unit for number in value] if isinstance(value, list) else value / source.unit
     cells = [[cell(row, source) for source in columns.values()] for row in rows]
-    described = [dataclasses.replace(source.column, key=key) for key, source in columns.items()]
-    keys = [row_key(row) if row_key else str(first) for row, (first, *_) in zip(rows, cells)]
-    return Sheet(title, described, keys, cells, [note for note in notes if note], [note for note in footnotes if note])
+    with_keys = [dataclasses.replace(source.column, key=key) for key, source in columns.items()]
+    row_keys = [row_key(row) for row in rows] if row_key else [str(first) for first, *_ in cells]
+    return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), list(filter(None, footnotes)))
 
 
 # ------------------------------------------------------------------------------------------------------- What cells say
 
 
 def small(value):
+    """Write a number with two digits and its power of ten."""
     return "0" if value == 0 else f"{value:.1e}"
 
 
@@ -67,33 +68,34 @@ def megabytes(value):
 FORMS = {"small": small, "megabytes": megabytes}
 
 
-def written(cell, form, shows="median"):
-    """Write a cell: None and [] as a dash, words as they are, numbers by `form`, of a list what the column shows."""
+def cell_text(cell, form, shows="median"):
+    """Write a cell: None and [] as a dash, words as they are, a number by `form`, of a list what `shows` says."""
     if cell is None or cell == []:
         return NONE
     if isinstance(cell, str):
         return cell
     if isinstance(cell, Marked):
-        return written(cell.value, form) + cell.mark
+        return cell_text(cell.value, form) + cell.mark
     if isinstance(cell, list):
-        middle = written(median(cell), form)
-        ends = f"{written(min(cell), form)}–{written(max(cell), form)}"
+        middle = cell_text(median(cell), form)
+        ends = f"{cell_text(min(cell), form)}–{cell_text(max(cell), form)}"
         return {"median": middle, "range": ends, "both": f"{middle} ({ends})"}[shows]
     return FORMS[form](cell) if form in FORMS else format(cell, form)
 
 
 def cells_of(sheet):
     """Return the rows of a sheet as lists of strings."""
-    return [[written(cell, column.form, column.shows) for cell, column in zip(row, sheet.columns)]
+    return [[cell_text(cell, column.form, column.shows) for cell, column in zip(row, sheet.columns)]
             for row in sheet.rows]
 
 
 def label_of(row):
-    """Return the name of a row or RowId, in two lines where it has a bucket size: the table has to fit a terminal."""
+    """Return the name of a row or RowId, in two lines if it has a bucket size: a table has to fit a terminal."""
     return row.base if row.bucket_mb is None else f"{row.base},\n  {row.size} buckets"
 
 
 def failures(rows):
+    """Return a note for each row that has failed."""
     return [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
@@ -101,6 +103,7 @@ def failures(rows):
 
 
 def print_sheet(sheet, console):
+    """Print a sheet to a console of rich, with its notes below."""
     table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
                   show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for column in sheet.columns:
@@ -113,14 +116,14 @@ def print_sheet(sheet, console):
 
 
 def sheet_text(sheet, columns=100):
-    """Return a sheet as it looks in a terminal of that many columns, without colours."""
+    """Return a sheet as a terminal of that width shows it, without colours."""
     console = Console(file=io.StringIO(), width=columns, color_system=None, highlight=False)
     print_sheet(sheet, console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
 def print_sheets(sheets, *last_lines):
-    """Print tables to the terminal, and lines below them."""
+    """Print sheets to the terminal, and lines below them."""
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     for sheet in sheets:
@@ -131,10 +134,10 @@ def print_sheets(sheets, *last_lines):
 
 
 def markdown(sheet):
-    """Return a sheet as a page has it. Columns that say where their figures come from stand to the right."""
+    """Return a sheet as a page has it. Columns that say where their numbers come from are aligned right."""
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
-    sides = ["--:" if column.source else "---" for column in sheet.columns]
-    lines = [f"| {' | '.join(cells)} |" for cells in (titles, sides, *cells_of(sheet))]
+    alignments = ["--:" if column.source else "---" for column in sheet.columns]
+    lines = [f"| {' | '.join(cells)} |" for cells in (titles, alignments, *cells_of(sheet))]
     return "\n".join([*lines, *(f"\n{textwrap.fill(note, 118)}" for note in sheet.notes + sheet.footnotes)])
 
 
