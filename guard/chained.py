@@ -15,7 +15,7 @@ from .scaling import clip_grads, gather_scalar
 
 
 def of_each(name):
-    """-> a method that calls the method `name` of each optimizer that has it. Returns their lists as one."""
+    """Return a method that calls the method `name` of each optimizer that has it, and returns their lists as one."""
     def method(self, *args, **kwargs):
         methods = [getattr(optimizer, name) for optimizer in self.optimizers if hasattr(optimizer, name)]
         return [item for call in methods for item in call(*args, **kwargs) or ()]
@@ -96,7 +96,7 @@ class Chained(Together):
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
         """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. Collective.
 
-        Of a norm that n ranks have, each of them adds a share, so that other ranks may have other optimizers.
+        If n ranks have a norm, each of them adds a share of it, so that other ranks may have other optimizers.
 
         Returns the norm before clipping, a scalar tensor. Raises what an optimizer's `clip_grad_norm_` raises.
         """
@@ -129,7 +129,7 @@ class Inner(Together):
     """The inner optimizers, as one."""
 
     def state_dict(self):
-        """-> a state_dict without states, in which parameters are numbered through all optimizers."""
+        """Return a state_dict without states, in which parameters are numbered through all optimizers."""
         places = itertools.count()
         groups = [{**group, "params": list(itertools.islice(places, len(group["params"])))}
                   for group in self.param_groups]

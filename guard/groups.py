@@ -20,7 +20,7 @@ def all_params(optimizer):
 
 
 def named_params(groups):
-    """-> [(name, parameter), …], for messages: its own name if the groups have names, else its place."""
+    """Return [(name, parameter), …] for messages. Without names in the groups, a parameter is named by its place."""
     return [(group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
             for g, group in enumerate(groups) for i, param in enumerate(group["params"])]
 
@@ -30,7 +30,7 @@ def name_of(param, groups):
 
 
 def hyperparameters(group):
-    """What a parameter group holds beside its parameters: lr, betas and so on."""
+    """Return what a parameter group holds beside its parameters: lr, betas and so on."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -41,13 +41,13 @@ def copy_hyperparameters(sources, targets):
 
 
 def spread_over(param):
-    """-> the process groups over which the elements of a DTensor are spread; for any other tensor, ()."""
+    """Return the process groups over which the elements of a DTensor are spread; for any other tensor, ()."""
     placements = enumerate(getattr(param, "placements", ()))
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 def settings_of(groups):
-    """-> dict: name such as "lr of group 0", or "betas[1] of group 0" -> number or text; see `comparable`."""
+    """Return {name such as "lr of group 0" or "betas[1] of group 0": number or text}: see `comparable`."""
     settings = {}
     for g, group in enumerate(groups):
         for key, value in hyperparameters(group).items():
@@ -59,7 +59,7 @@ def settings_of(groups):
 
 
 def comparable(settings):
-    """-> those of `settings` that all ranks can compare: name -> number or text.
+    """Return those of `settings` that all ranks can compare, {name: number or text}.
 
     Only plain values and one-element CPU tensors: reading a tensor on a GPU would wait for the GPU.
     """
@@ -75,7 +75,7 @@ def comparable(settings):
 
 
 def checksum_of(settings):
-    """-> 31 bits. Floats count with nine digits, because the cosines of two CPUs may differ in the last bit."""
+    """Return 31 bits. Floats count with nine digits, because the cosines of two CPUs may differ in the last bit."""
     values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in settings.values()]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
@@ -97,7 +97,7 @@ def first_difference(settings, process_group):
 
 
 def difference_between_ranks(settings, process_group):
-    """-> on every rank a RuntimeError if the settings of the ranks differ, or None. Collective."""
+    """Return a RuntimeError, on every rank, if the settings of the ranks differ, or None. Collective."""
     difference = first_difference(settings, process_group)
     return difference and RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the "
                                        "average of all losses), or take an optimizer that writes the same")

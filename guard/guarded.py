@@ -7,7 +7,7 @@ that it defines replaces the one here, because super() is the core in both class
     _takes_dtensors, _takes_channels_last   of parameters
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
-    _average_grads(arguments)   average the gradients unless that is done. -> whether it did anything
+    _average_grads(arguments)   average the gradients unless that is done; return whether it did anything
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
@@ -42,7 +42,7 @@ class Guarded(torch.optim.Optimizer):
     _n_steps = 0  # since the shards were made, or of the state_dict that was loaded
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
-        """-> the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
+        """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
@@ -51,7 +51,7 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _agreement_group(self):
-        """The process group of all ranks that train the model. In variants/hybrid.py several groups have its shards."""
+        """Return the group of all ranks that train the model. In variants/hybrid.py several groups have its shards."""
         return self.process_group
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class Guarded(torch.optim.Optimizer):
         self._note_shards()
 
     def _watch_shards(self, groups):
-        """Nothing."""
+        """Do nothing."""
 
     def _note_shards(self):
         # Both are -1 on a rank that is in no process group since reshard().
@@ -89,7 +89,7 @@ class Guarded(torch.optim.Optimizer):
         self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
-        """After the shards were given up, take the shards of this rank in `process_group`, without state."""
+        """Take the shards of this rank in `process_group`, without state, after its own were given up."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()
         self.process_group, self._n_steps = process_group, 0
@@ -155,7 +155,7 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _n_averaged(self):
-        """The number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
+        """Return the number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
         return dist.get_world_size(self._agreement_group)
 
     @property
@@ -196,11 +196,11 @@ class Guarded(torch.optim.Optimizer):
     _total_norm = total_norm
 
     def _averaged_params(self):
-        """-> the parameters, or main parameters, whose averaged gradients this rank has."""
+        """Return the parameters, or main parameters, whose averaged gradients this rank has."""
         return all_params(self.optimizer)
 
     def pieces(self):
-        """-> [(param, start, stop, main), …]: this rank updates flat elements start to stop of `param`, as `main`."""
+        """Return [(param, start, stop, main), …]: this rank updates flat elements start to stop of `param` as `main`."""
         with torch.no_grad():
             self._take_model_changes()
             self._states.adopt_whole()
@@ -279,7 +279,7 @@ class Guarded(torch.optim.Optimizer):
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
-        """If our class comes after another base, `cls` may be a wrapper."""
+        """Let `cls` forward our attributes if our class comes after another base: then it may be a wrapper."""
         super().__init_subclass__(**kwargs)
         for base in cls.__bases__[1:]:
             if issubclass(base, Guarded):
@@ -305,12 +305,12 @@ Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step" 
 
 
 class OfTheOptimizer(property):
-    """An attribute of a wrapper that forwards to the wrapped optimizer."""
+    """Forwards an attribute of a wrapper to the wrapped optimizer."""
 
     def __init__(self, name, of_class):
         super().__init__(lambda wrapper: getattr(wrapper._itself(), name),
                          lambda wrapper, value: setattr(wrapper._itself(), name, value))
         self.of_class = of_class
 
-    def __get__(self, wrapper, kind=None):  # of the class it is what it stands for, which one may patch
+    def __get__(self, wrapper, kind=None):  # the class itself has the attribute, which a program may patch
         return self.of_class if wrapper is None else super().__get__(wrapper, kind)

@@ -20,7 +20,7 @@ compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None if 
 
 
 def untraced(function):
-    """-> `function`, excluded from torch.compile with everything it calls.
+    """Return `function`, excluded from torch.compile with everything it calls.
 
     The wrapper of torch.compiler.disable() takes longer than a hook, so it is used only while something is compiled.
     """
@@ -33,7 +33,7 @@ def untraced(function):
 
 
 def hook_gradient(param, method, takes=False):
-    """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. -> handle
+    """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. Return the handle.
 
     The hook holds that object weakly. A frozen parameter gets the hook too, since it may be unfrozen later.
 
@@ -63,9 +63,9 @@ def hook_gradient(param, method, takes=False):
 
 @contextlib.contextmanager
 def given_loss(optimizer, closure, loss):
-    """If a step was given a closure, and so has a `loss`: `optimizer.step` gets a closure that returns it.
+    """Give `optimizer.step` a closure that returns `loss`, if our step was given a closure.
 
-    For a class that computes with the loss, as Polyak's step size. A class that calls its closure again would find the
+    Some classes compute with the loss, as Polyak's step size does. A class that calls its closure again would find the
     same gradients, which is an error.
     """
     if closure is None or "closure" not in inspect.signature(type(optimizer).step).parameters:

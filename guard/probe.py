@@ -26,7 +26,7 @@ PASSED: set[tuple] = set()  # trials that passed in this process, so that a prog
 
 
 def check_elementwise(make_optimizer, groups, unit=1):
-    """For stages 3 and 4: refuse an optimizer that updates shards differently from whole tensors; see `check`.
+    """Refuse, for stages 3 and 4, an optimizer that updates shards differently from whole tensors; see `check`.
 
     unit: shards start at multiples of this number of elements in a tensor, as in variants/blocks.py.
     """
@@ -34,12 +34,12 @@ def check_elementwise(make_optimizer, groups, unit=1):
 
 
 def check_one_by_one(make_optimizer, groups):
-    """For stages 1 and 2: refuse an optimizer that updates tensors differently together than alone; see `check`."""
+    """Refuse, for stages 1 and 2, an optimizer that updates tensors differently together than alone; see `check`."""
     check(make_optimizer, groups, None, "{} doesn't step tensors one by one: a rank's would step differently ({})")
 
 
 def check(make_optimizer, groups, unit, refusal):
-    """For each kind of group, try whether two and three ranks that update a share each get the result of one rank.
+    """Try for each kind of group whether two and three ranks that update a share each get the result of one rank.
 
     Raises:
         ValueError: a step fails, or the results differ. `refusal` has places for the optimizer's name and the reason.
@@ -62,7 +62,7 @@ def check(make_optimizer, groups, unit, refusal):
 
 
 def unsharded(trial, name):
-    """-> the result of one rank that updates everything, in the first precision that works; that precision."""
+    """Return the result of one rank that updates everything, in the first precision that works, and that precision."""
     for precision in PRECISIONS:
         try:
             return trial(1, precision[0], None), precision
@@ -73,7 +73,7 @@ def unsharded(trial, name):
 
 
 def trials_of(make_optimizer, groups):
-    """-> iterator over three calls of `run` for each kind of group: one on small tensors, two on large ones.
+    """Yield three calls of `run` for each kind of group: one on small tensors, two on large ones.
 
     Tensors have as many dimensions as the group's. Groups that differ only in lr are one kind: the largest is tried.
     """

@@ -15,11 +15,11 @@ from .groups import checksum_of, first_difference, named_params, settings_of
 
 
 class Parsed(torch.optim.Optimizer):
-    """torch's own reading of parameters. A class for this alone, because torch changes a class that it instantiates."""
+    """Lets torch read parameters. It is a class of its own, because torch changes a class that it instantiates."""
 
 
 def checked_groups(optimizer, params, settings):
-    """-> `params` as parameter groups with all hyperparameters, or the same refusal on every rank. Collective.
+    """Return `params` as parameter groups with all hyperparameters, or raise on every rank. Collective.
 
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
@@ -64,7 +64,7 @@ def checked_groups(optimizer, params, settings):
 
 
 def backends_of(process_group):
-    """-> device type -> backend, such as "cpu" -> "gloo". A group made without a backend's name has several."""
+    """Return {device type: backend}, such as {"cpu": "gloo"}. A group made without a backend's name has several."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
 
@@ -103,7 +103,7 @@ def check_memory(named, takes_channels_last):
 
 
 def divisor_of(average_over, n_ranks):
-    """-> what gradients are divided by: `average_over`, or the size of that group; None: `n_ranks`."""
+    """Return what gradients are divided by: `average_over`, or that group's size; `n_ranks` if it is None."""
     if average_over is None:
         return n_ranks
     number = average_over.size() if isinstance(average_over, dist.ProcessGroup) else average_over

@@ -37,7 +37,7 @@ class OfWholeParams(Guarded):
         super().__init__(groups, optimizer_cls, process_group=process_group, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """Refuse several dtypes, because one flat tensor holds all gradients. -> `named`"""
+        """Refuse several dtypes, because one flat tensor holds all gradients. Return `named`."""
         if self._grads_synced:  # the gradients of a group that is added would be averaged too
             self._refuse_late_backward()
         if self.average_over is not None and not self.average_gradients:
@@ -64,7 +64,7 @@ class OfWholeParams(Guarded):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
 
     def _average_grads(self, arguments):
-        """In place. A gradient that is missing on all ranks stays None."""
+        """Average in place. A gradient that is missing on all ranks stays None."""
         if self._grads_synced or not self.average_gradients:
             return False
         params = all_params(self)  # also frozen ones, which may be frozen on this rank only
@@ -78,13 +78,13 @@ class OfWholeParams(Guarded):
         return True
 
     def _total_norm(self, norm_type):
-        """Without communication: each rank has all averaged gradients."""
+        """Return the norm without communication, because each rank has all averaged gradients."""
         return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
 
     _averaged_params = all_params
 
     def _take_model_changes(self):
-        """Nothing to do: the optimizer updates the model's own parameters."""
+        """Do nothing: the optimizer updates the model's own parameters."""
 
     def sync_params(self):
         super().sync_params()
@@ -104,7 +104,7 @@ class OfWholeParams(Guarded):
 
 
 def dense_grad(param):
-    """-> the gradient of `param`, or zeros, with the strides of `param`, because fused kernels ignore strides."""
+    """Return the gradient of `param`, or zeros, with the strides of `param`, because fused kernels ignore strides."""
     if param.grad is None:
         return torch.zeros_like(param)
     grad = param.grad.to_dense()  # returns the tensor itself unless it is sparse

@@ -100,10 +100,6 @@ def sheets_of(name, *keys):
     return shown(*(pick(sheets[key]) for key in keys))
 
 
-def of_bench(key):
-    return shown(pick(saved.load_bench().sheets[key]))
-
-
 # ---------------------------------------------------------------------------------------------------- README's ladder
 
 
@@ -186,8 +182,8 @@ BLOCKS = {
                                     for sheet in links.accumulation_sheets(result.accumulation))),
     "buckets": lambda: shown(*(at_a_rate(links.buckets_sheet(result.sweep), result, result.sweep.conditions)
                                for result in saved.by_rate() if catalogue.is_whole(result.sweep))),
-    "state": lambda: of_bench("model_state"),
-    "gathered": lambda: of_bench("gathered"),
+    "state": lambda: shown(pick(saved.load_bench().sheets["model_state"])),
+    "gathered": lambda: shown(pick(saved.load_bench().sheets["gathered"])),
     "bench": lambda: bench(saved.load_bench()),
     "phases": lambda: phases(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),

@@ -47,7 +47,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)
 
     def _refuse(self, named):
-        """Refuse gradients that the buffer or main gradients can't hold. -> `named`"""
+        """Refuse gradients that the buffer or main gradients can't hold. Return `named`."""
         for name, param in named:
             if self.grad_dtype not in (None, param.dtype, torch.float32 if param.dtype.itemsize <= 2 else None):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
@@ -63,7 +63,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return any(buffer.in_main_grad for buffer in self.buffers)
 
     def _average_grads(self, arguments):
-        """A missing gradient counts as zero. The owner of a frozen parameter updates it only if it had a gradient."""
+        """Average; a missing gradient is zero. A frozen parameter is updated only if its owner had a gradient."""
         for buffer in self.buffers:
             buffer.refuse_changes(self.param_groups)
         was_synced = any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)

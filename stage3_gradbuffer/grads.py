@@ -16,7 +16,9 @@ from .buffer import GradBuffer, Holds
 
 
 class GuardedBuffer(GradBuffer):
-    """Attributes:
+    """Notices what users do to gradients and parameters.
+
+    Attributes:
         given: the view that each parameter got as `param.grad`. While it is still there, there is nothing to do.
         received: indices of the parameters that received a gradient since the last step.
         versions: autograd's version counter of each parameter; a later write changes it.
@@ -45,7 +47,7 @@ class GuardedBuffer(GradBuffer):
         param.grad = self.given[index] = grad
 
     def changed_grads(self):
-        """-> indices of the parameters whose `param.grad` is not the view they were given, or must have none."""
+        """Return indices of parameters whose `param.grad` isn't the view that they were given, or must be None."""
         return [index for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads))
                 if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
                 or given.data_ptr() != view.data_ptr()]
@@ -93,7 +95,7 @@ class GuardedBuffer(GradBuffer):
                 self.give(index)  # also if it has a graph, which is no longer needed
 
     def reduce_scatter_grads(self):
-        """Runs once per step. Frozen parameters are not updated, unless they received a gradient before."""
+        """Reduce once per step. Frozen parameters are not updated, unless they received a gradient before."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             return
         self.collect_grads()

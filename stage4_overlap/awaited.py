@@ -61,7 +61,7 @@ def _waits(name):
 
 
 def awaited(kind):
-    """-> the class that parameters of class `kind` have while their bucket is in flight; each bucket makes its own."""
+    """Return a class that parameters of class `kind` have while their bucket is in flight. A bucket makes its own."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     members = {name: _waits(name) for name in names if hasattr(kind, name)}
     return type(f"Awaited{kind.__name__}", (Awaited, kind), dict(members, __slots__=(), bucket=None, kind=kind))
@@ -77,11 +77,11 @@ def wait_for(kinds):
 
 @untraced
 def wait_for_own(module, _):
-    """Before a module is called, waits for its own parameters, and for those of containers in it, which nobody calls.
+    """Wait, before a module is called, for its own parameters and those of containers in it, which nobody calls.
 
     Some modules read parameters of their children, and so wait for all parameters in them. torch's MultiheadAttention
     reads its projection without calling it. TransformerEncoder in eval mode checks the class of its first layer's
-    parameters. Inside torch.func.grad every module waits for all that there are: what it has there are other tensors.
+    parameters. Inside torch.func.grad a module has other tensors as parameters, so it waits for all buckets there are.
     """
     if torch._C._functorch.maybe_current_level() is not None:
         for bucket in list(BUCKETS):
@@ -94,7 +94,7 @@ def wait_for_own(module, _):
 
 
 def own_params(module):
-    """-> its own, or None, and those of containers in it, such as a ParameterList or ParameterDict."""
+    """Return a module's own parameters, or None for each, and those of containers in it, such as a ParameterList."""
     params = list(module._parameters.values())
     for child in module._modules.values():  # its children, without their names
         if child is not None and type(child).forward is torch.nn.Module.forward:
@@ -103,7 +103,7 @@ def own_params(module):
 
 
 class AwaitedBucket:
-    """Stands in front of the bucket class of a core or a variant.
+    """Stands in front of the bucket class of a core or a variant, and makes it safe.
 
     Attributes:
         main_grads: parameter -> the gradient of its main parameter.
@@ -129,7 +129,7 @@ class AwaitedBucket:
         self.note_new_params()
 
     def grads(self):
-        """-> dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
+        """Return dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
             if grad is None:
@@ -151,7 +151,7 @@ class AwaitedBucket:
             update_main_param(self.parameter.main_shard, self.parameter.shard)
 
     def moved_params(self):
-        """-> parameters whose `data` somebody has replaced, so that they are no longer views of `flat_params`."""
+        """Return parameters whose `data` was replaced, so that they are no longer views of `flat_params`."""
         return [param for param, tensor, address in zip(self.params, self.tensors, self.addresses)
                 if tensor.data_ptr() != address]
 

@@ -25,7 +25,7 @@ def forget_arrived():
 
 
 def keep_under_way(travelling, buckets):
-    """When an optimizer is dropped: keep gradients in flight alive, and wait for parameters.
+    """Keep gradients in flight alive when an optimizer is dropped, and wait for its parameters.
 
     A parameter in flight would keep the model alive until Python collects garbage.
     """

@@ -13,7 +13,7 @@ from stage4_overlap.optimizer import hyperparameters
 
 class BucketByBucket(OverlapOptimizer):
     def unpack(self, bucket):
-        """-> main parameters in fp32, (numel / d,), which a variant may make when they are asked for."""
+        """Return main parameters in fp32, (numel / d,), which a variant may make only now."""
         return bucket.parameter.main_shard
 
     def pack(self, bucket):
@@ -44,7 +44,7 @@ def step_only(optimizer, chosen, step=None):
 
 
 def tried_tensor_by_tensor(check):
-    """-> the guard's trial `check`, in which one that counts its calls shows it."""
+    """Return the guard's trial `check`, with a call for each tensor, so that an optimizer that counts calls fails."""
     def probe(make_optimizer, groups):
         check(functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords), groups)
     return staticmethod(probe)

@@ -36,7 +36,7 @@ from stage4_overlap.transport import transport_for
 
 
 def add_in_pairs(parts):
-    """Add neighbours, then their sums, until one is left -> the sum, in the first of `parts`; it overwrites `parts`."""
+    """Add neighbours, then their sums, until one is left. Return it: the first of `parts`, which are overwritten."""
     while len(parts) > 1:
         torch._foreach_add_(parts[::2], parts[1::2])
         parts = parts[::2]
@@ -62,13 +62,13 @@ class TreeBucket(Bucket):
         self.ranges = self.ranges_in(self.transport.rank, self.transport.world_size)
 
     def ranges_in(self, part, n_parts):
-        """-> which parts of the parameters lie in one of `n_parts` equal parts of the bucket."""
+        """Return the Ranges of parameters that lie in one of `n_parts` equal parts of the bucket."""
         numel = self.numel // n_parts
         return ranges_in_shard([tensor.numel() for tensor in self.tensors], self.starts, part * numel,
                                (part + 1) * numel)
 
     def grad_pieces(self, leaves):
-        """-> averaged gradients of this rank's shard in pieces that no d cuts: for each of its `leaves`, a list."""
+        """Return this rank's averaged gradients in pieces that no d cuts: a list for each of its `leaves`."""
         parts = self.gradient.shard.view(len(leaves), -1)
         return [cut_ranges(part, self.ranges_in(leaf, self.transport.n_leaves)) for leaf, part in zip(leaves, parts)]
 
@@ -86,7 +86,7 @@ class TreeBucket(Bucket):
         self.ready.clear()
 
     def take_sum(self):
-        """-> the sum of this rank's leaves, a list of tensors; the next leaf begins another one."""
+        """Return the sum of this rank's leaves, a list of tensors, and begin another one."""
         (total,) = self.partial_sums
         self.drop_sums()
         return total
@@ -107,26 +107,26 @@ class TreeBuffer(BucketBuffer):
         self.works, self.parts = self.transport.exchange(sent, received)
 
     def finish_grad_sync(self):
-        """The ranks' sums are subtrees: they are added in pairs."""
+        """Add the ranks' sums in pairs, because they are subtrees."""
         for work in self.works:
             work.wait()
         self.bucket.gradient.add([add_in_pairs(self.parts).div_(self.transport.n_leaves)])
 
 
 class SumsLeaves:
-    """Both classes' constructor. `leaves`: micro-batches per step on all ranks together: a power of two, n * d."""
+    """Gives both classes `leaves`, the number of micro-batches per step on all ranks: a power of two, n * d."""
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, leaves, **kwargs):
         self.leaves = leaves
         super().__init__(params, optimizer_cls, **kwargs)
 
     def own_leaves(self):
-        """-> range: the leaves that this rank computes, in this order."""
+        """Return the range of leaves that this rank computes, in this order."""
         rank, n_own = dist.get_rank(self.process_group), self.leaves // dist.get_world_size(self.process_group)
         return range(rank * n_own, (rank + 1) * n_own)
 
     def mean_over_leaves(self, losses):
-        """-> the mean of all leaves' losses, for a log. `losses`: of this rank's leaves, scalar tensors. Collective."""
+        """Return the mean loss of all leaves, for a log. `losses`: scalar tensors of this rank's leaves. Collective."""
         own = torch.stack([loss.detach() for loss in losses])
         everyone = own.new_empty(self.leaves)
         dist.all_gather_into_tensor(everyone, own, group=self.process_group)
@@ -142,7 +142,7 @@ class TreeOfLeaves(OverlapOptimizer):
         return transport
 
     def send_grads(self, bucket):
-        """Nothing leaves before this rank's last leaf."""
+        """Send nothing before this rank's last leaf."""
         bucket.add_leaf()
         if bucket.n_leaves == len(self.own_leaves()):
             super().send_grads(bucket)
@@ -178,14 +178,14 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return super()._refuse(named)
 
     def _misfit(self, process_group):
-        """-> an exception if the ranks of a group can't share the leaves; None if they can, or on another rank."""
+        """Return an exception if the ranks of a group can't share the leaves; None if they can, or on another rank."""
         world_size = max(1, dist.get_world_size(process_group))
         is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0
         if not is_power_of_two or self.leaves % world_size:
             return ValueError(f"leaves is {self.leaves}: it must be a power of two, a multiple of {world_size} ranks")
 
     def move_to(self, process_group):
-        """As in stage 4. Raises ValueError on every rank, before anything changes, if the leaves don't fit."""
+        """Move as stage 4 does. Raises ValueError on every rank, before anything changes, if the leaves don't fit."""
         agree(self._misfit(process_group), {}, None, self.buckets[0].flat_params.device)
         super().move_to(process_group)
 
@@ -195,16 +195,16 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return super().step(grad_scaler=grad_scaler)
 
     def no_sync(self):
-        """Nothing: micro-batches are sent once per step anyway, and each must be a leaf."""
+        """Do nothing: micro-batches are sent once per step anyway, and each must be a leaf."""
         return contextlib.nullcontext()
 
     @property
     def _n_averaged(self):
-        """The number of leaves: `average_over`, a number, then divides their sum."""
+        """Return the number of leaves: `average_over`, a number, then divides their sum."""
         return self.leaves
 
     def _average_grads(self, arguments):
-        """As in stage 4, after the ranks have compared how many backward passes they ran."""
+        """Average as stage 4 does, after the ranks have compared how many backward passes they ran."""
         rounds, n_own = self._rounds, len(self.own_leaves())
         n_passes = rounds.n + 1 if rounds.is_open else rounds.n
         if rounds.is_synced:  # the ranks have compared them already
@@ -217,7 +217,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return was_new
 
     def _total_norm(self, norm_type):
-        """-> the norm of norms over 1/leaves of each bucket, in the order of buckets and leaves, whoever has them."""
+        """Return the norm of the norms of each leaf's part of each bucket, in an order that doesn't depend on d."""
         if not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
         own, nothing = self.own_leaves(), self.buckets[0].gradient.shard.new_zeros(1)
