@@ -120,7 +120,7 @@ class Bench:
         self.result = every_row.measure_rows(self.workers, self.settings, row_ids, self.progress, self.show_first)
 
     def show_first(self, result):
-        """After the first round print the tables, and how many minutes the rest will take."""
+        """Print the tables after the first round, and how many minutes the rest will take."""
         if self.result or len(self.parts) == 1:
             return
         self.result = result

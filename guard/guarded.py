@@ -200,7 +200,7 @@ class Guarded(torch.optim.Optimizer):
         return all_params(self.optimizer)
 
     def pieces(self):
-        """Return [(param, start, stop, main), …]: this rank updates flat elements start to stop of `param` as `main`."""
+        """Return [(param, start, stop, main), …]: this rank updates flat elements start to stop of param as `main`."""
         with torch.no_grad():
             self._take_model_changes()
             self._states.adopt_whole()
@@ -217,7 +217,7 @@ class Guarded(torch.optim.Optimizer):
             self._states.replace(state)
 
     def state_dict(self):
-        """This rank's part of the state, without communication. Load it on the same rank, with as many ranks.
+        """Return this rank's part of the state, without communication. Load it on the same rank of as many ranks.
 
         Each key says which part of which parameter it is. `checkpoint.full_state_dict` returns the whole state.
         """

@@ -11,8 +11,7 @@ Without a GPU it prints one line.
 import importlib
 import statistics
 import time
-from dataclasses import dataclass
-from datetime import date
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -24,10 +23,10 @@ from torch._C._distributed_c10d import FakeWork
 from harness import FOUR, STAGES, THREE, command_line, exchange, host_time, memory, results
 from harness import rows as catalogue
 from harness.alone import rank_0_of
-from harness.examine import commit
+from harness.examine import made_here
 from harness.gpt import GPT, MODELS
 from harness.ledger import wire_bytes
-from harness.results import Made, Message, RecordedStep, Report, length, overlap, ratio, union
+from harness.results import Message, RecordedStep, Report, length, overlap, ratio, union
 from harness.tables import column, made_line, names, sheet_of, sheet_text
 from harness.training import UPDATE_BYTES
 
@@ -357,7 +356,7 @@ PICTURE = f"One recorded step of rank 0 of {D} on a GPU, beside a simulated link
 def measure(device, host_steps=60):
     """Measure all of it. Returns a Report."""
     bytes_per_s = copy_rate(device)
-    origin = Made(torch.cuda.get_device_name(device), torch.__version__, commit(), date.today().isoformat())
+    origin = replace(made_here(), machine=torch.cuda.get_device_name(device))
     n_steps = 10
     conditions = made_line(origin, "float32", f"median of {n_steps} steps, no communication")
     updates = update_sheet(measure_updates(device, n_steps=n_steps), bytes_per_s, conditions)

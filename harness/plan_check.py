@@ -83,7 +83,7 @@ class Run(NamedTuple):
 
     @property
     def tokens(self):
-        """Tokens per step and GPU."""
+        """Return tokens per step and GPU."""
         return self.sequences * LENGTH / self.gpus
 
     @property

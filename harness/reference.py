@@ -56,7 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_grads(self):
-        """Sequence parallelism leaves partial sums: a gradient is laid out as its parameter is. Collective."""
+        """Average. Sequence parallelism leaves partial sums: a gradient is first laid out as its parameter. Collective."""
         for param in self.params():
             if hasattr(param, "placements"):
                 param.grad = param.grad.redistribute(placements=param.placements)
@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             local(param).grad = None
 
     def sync_params(self):
-        """Every rank has stepped them all."""
+        """Do nothing: every rank has stepped all parameters."""
 
     def finish_grad_sync(self):
         if self.average_gradients and not self.grads_synced:
@@ -101,11 +101,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return clip_grad_norm_(self.params(), max_norm, norm_type)
 
     def no_sync(self):
-        """Gradients travel in `step` only: there is nothing to leave out."""
+        """Do nothing: gradients are sent in `step` only."""
         return contextlib.nullcontext()
 
     def state_dict(self):
-        """This rank's part, in tensors, where parameters are DTensors."""
+        """Return the state; of DTensors, this rank's part in tensors."""
         copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
         return self.optimizer.state_dict()
 

@@ -174,7 +174,7 @@ def hybrid(ranks_of_group, bucket_cap_mb=None):
 
 
 def same_bits(model, adamw):
-    """One leaf on each rank: as much work as in the other rows."""
+    """Give each rank one leaf, which is as much work as in the other rows."""
     return stage_with_prefetch("variants.same_bits", leaves=dist.get_world_size())(model, adamw)
 
 

@@ -55,7 +55,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def has_grads(self):
-        """Whether this rank is between backward() and step()."""
+        """Return whether this rank is between backward() and step()."""
         return any(buffer.holds in (Holds.GRADS, Holds.GRAD_SHARD) for buffer in self.buffers)
 
     @property

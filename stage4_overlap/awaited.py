@@ -146,7 +146,7 @@ class AwaitedBucket:
         self.versions = [tensor._version for tensor in self.written]
 
     def take_model_changes(self):
-        """If somebody has written into the parameters, update main_shard from them."""
+        """Update main_shard if somebody has written into the parameters."""
         if self.versions != [tensor._version for tensor in self.written]:
             update_main_param(self.parameter.main_shard, self.parameter.shard)
 

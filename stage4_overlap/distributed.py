@@ -161,7 +161,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def has_grads(self):
-        """Whether this rank is between backward() and step()."""
+        """Return whether this rank is between backward() and step()."""
         return bool(self._rounds.waiting or self._rounds.n or self._rounds.is_open)
 
     @property
@@ -247,7 +247,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def bucket_buffer_bytes(self):
-        """Bytes of the buffers in which gradients are sent and received."""
+        """Return the bytes of the buffers in which gradients are sent and received."""
         return sum(flat.nbytes for buffer in [*self.idle, *self.travelling] for flat in {buffer.sent, buffer.received})
 
     def move_to(self, process_group):

@@ -29,7 +29,7 @@ class ShardedOptimizer(BucketByBucket):
         super().pack(bucket)
 
     def cast_moments(self, bucket, dtype):
-        """Of a state what has the shape of its parameter: counts of steps have none."""
+        """Cast what has the shape of its parameter in the state, and no counts of steps."""
         for main_param in bucket.main_params.values():
             state = self.optimizer.state.get(main_param, {})
             state.update({name: value.to(dtype) for name, value in state.items()

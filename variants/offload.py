@@ -19,7 +19,7 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 class HostParameter(PartitionedParameter):
     def __init__(self, shard):
-        """`gradient.shard` goes where `main_shard` is."""
+        """Put `main_shard` on the host; `gradient.shard` follows it."""
         self.shard = shard
         self.main_shard = shard.to("cpu", torch.promote_types(shard.dtype, torch.float32), copy=True)
 
@@ -30,7 +30,7 @@ class HostBucket(Bucket):
 
 class HostBuffer(BucketBuffer):
     def finish_grad_sync(self):
-        """The parts are added up where they are, in fp32 and in rank order; the sum goes to the host."""
+        """Add the parts up where they are, in fp32 and in rank order, and take the sum to the host."""
         for work in self.works:
             work.wait()
         if not self.parts:  # the host's own collective has put it there
@@ -50,7 +50,7 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
     """Stage 4's, stepped on the host."""
 
     def _take_model_changes(self):
-        """Also those through `param.data`, which no version counter shows: the device's shards are read."""
+        """Read the device's shards, because no version counter shows changes through `param.data`."""
         self.finish_param_sync()
         for bucket in self.buckets:
             update_main_param(bucket.parameter.main_shard, bucket.parameter.shard)

@@ -1,4 +1,4 @@
-"""Each parameter is cut into d parts, with its own reduce-scatter and all-gather. Stage 3 without the one flat buffer.
+"""Each parameter is cut into d parts, with its own reduce-scatter and all-gather: stage 3 without the flat buffer.
 
 Situation: a rank should receive only 1/d of the gradients, as in stage 3, but without a buffer, and without shards that
 cross parameters.
@@ -18,7 +18,7 @@ from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 class ShardedOptimizer(GradBufferOptimizer):
     @torch.no_grad()
     def shard(self, groups):
-        """A buffer for each parameter. The core adds an inner group for each of them; they become one again."""
+        """Give each parameter a buffer. The core adds an inner group for each buffer; they become one again."""
         for group in groups:
             n_before = len(self.optimizer.param_groups)
             for params in [[param] for param in group["params"]] or [[]]:

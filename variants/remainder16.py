@@ -28,7 +28,7 @@ class SplitParameter(PartitionedParameter):
 
     @property
     def main_shard(self):
-        """Put together unless it is; the views of it that the inner optimizer steps have their memory again."""
+        """Put the main parameters together if needed: the views that the inner optimizer steps get memory again."""
         if not self.main.untyped_storage().size():
             self.main.untyped_storage().resize_(self.main.nbytes)
             # Somebody may have written a zero into the model. Less than zero would be a nan, in bits.
