@@ -131,6 +131,5 @@ def load_data(args, rank):
                              f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
         args.text = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"  # the same wherever the text lies
         sizes = args.batch_size, args.sequence_length, rank.rank // args.tp, rank.world_size // args.tp
-        return (Batches(train, *sizes, args.seed, rank.device),
-                validation_batches(validation, *sizes, rank.device))
+        return Batches(train, *sizes, args.seed, rank.device), validation_batches(validation, *sizes, rank.device)
     return on_all_ranks(load)

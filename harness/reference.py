@@ -56,7 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_grads(self):
-        """Average. Sequence parallelism leaves partial sums: a gradient is first laid out as its parameter. Collective."""
+        """Average. Of sequence parallelism, a gradient is first laid out as its parameter is. Collective."""
         for param in self.params():
             if hasattr(param, "placements"):
                 param.grad = param.grad.redistribute(placements=param.placements)

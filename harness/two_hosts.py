@@ -220,8 +220,7 @@ def rows_to_measure(args, tuned):
     always = ACCUMULATED if args.accumulation else ALWAYS
     named = [*ROWS, *VARIANTS] if args.rows else ROWS
     chosen = [row_id for row_id in named if is_asked(args.rows, row_id.name) or row_id.name in always]
-    sized = [row_id for row_id in tuned
-             if is_asked(args.rows, row_id.name) or row_id.base == catalogue.REFERENCE]
+    sized = [row_id for row_id in tuned if is_asked(args.rows, row_id.name) or row_id.base == catalogue.REFERENCE]
     return catalogue.with_tuned(chosen, sized)
 
 

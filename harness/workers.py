@@ -115,8 +115,7 @@ class Workers(contextlib.AbstractContextManager):
         limit_s = self.limit_s or self.timeout_s
         deadline = time.monotonic() + limit_s
         while missing := [rank for rank in range(self.world_size) if rank not in {*results, *failures}]:
-            sources = {source: rank for rank in missing
-                       for source in (self.pipes[rank], self.processes[rank].sentinel)}
+            sources = {source: rank for rank in missing for source in (self.pipes[rank], self.processes[rank].sentinel)}
             ready = {sources[source] for source in wait(sources, max(0, deadline - time.monotonic()))}
             if not ready:
                 break

@@ -7,8 +7,8 @@
 
 import functools
 import math
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 from harness import FOUR, THREE, command_line
@@ -34,15 +34,8 @@ from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
 STAGE_3, STAGE_4, BF16 = catalogue.GRAD_BUFFER, catalogue.OVERLAP, catalogue.OVERLAP_BF16
-
-
-class TableRow(NamedTuple):
-    """A row of the page: the row that it is compared with, what others call it, when to take it."""
-    base: str | None
-    elsewhere: str
-    when: str
-
-
+# A row of the table: the row that it is compared with, what others call it, when to take it.
+TableRow = namedtuple("TableRow", "base elsewhere when")
 ROWS = {  # by the bench's names
     STAGE_3: TableRow(None, "", "the base of the next row"),
     "variants per_parameter": TableRow(STAGE_3, "modded-nanogpt, nanochat", "few, large parameters"),
@@ -65,13 +58,11 @@ MUONS = {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2", "muon stack
 GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 4096)}  # layers, width
 
 
-class Counted(NamedTuple):
-    """What a row sends per step, and holds after it without bucket buffers, in bytes per parameter; also by formula."""
-    sent: float
-    messages: int
-    held: float
-    sent_theory: float
-    held_theory: float
+# Bytes per parameter that a rank sends per step and holds after it, without bucket buffers; `_theory`: by formula.
+Counted = namedtuple("Counted", "sent messages held sent_theory held_theory")
+# Newton–Schulz of the rank with most of it, over the mean of the ranks: by variants/muon.py; at the least; and where
+# the matrices of one shape are a stack, of which a rank has 1/d.
+Balance = namedtuple("Balance", "model d muon least stacked")
 
 
 @functools.cache
@@ -141,17 +132,8 @@ def table():
         "when": names(lambda name: ROWS[name].when, "take it when")})
 
 
-class Balance(NamedTuple):
-    """Newton–Schulz of the rank with most of it, over the mean of the ranks: by variants/muon.py; at the least; and
-    where the matrices of one shape are a stack, of which a rank has 1/d."""
-    model: str
-    d: int
-    muon: float
-    least: float
-    stacked: float
-
-
 def balance(model, layers, width, d):
+    """Return the Balance of a GPT's matrices."""
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     work = {shape: math.prod(shape) * min(shape) for shape in shapes}
     mean = layers * sum(work.values()) / d
