@@ -54,9 +54,8 @@ def gather_scalar(scalar, group):
 
 
 def multiply_grads(params, factor):
-    """Multiply the gradients of `params` in place. A rank may own none."""
     grads = [param.grad for param in params if param.grad is not None]
-    if grads:
+    if grads:  # a rank may own nothing
         torch._foreach_mul_(grads, factor)
 
 

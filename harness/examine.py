@@ -293,7 +293,6 @@ def mark(device):
 
 
 def milliseconds(start, end):
-    """Return the time between two marks."""
     if isinstance(start, float):
         return (end - start) * 1000
     end.synchronize()

@@ -103,7 +103,6 @@ def failures(rows):
 
 
 def print_sheet(sheet, console):
-    """Print a sheet to a console of rich, with its notes below."""
     table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
                   show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for column in sheet.columns:

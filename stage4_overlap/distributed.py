@@ -63,7 +63,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                  average_over: dist.ProcessGroup | float | None = None, bucket_cap_mb: float | None = None,
                  reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
                  **optimizer_kwargs: Any) -> None:
-        of_core = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
+        core_arguments = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
@@ -72,8 +72,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
-                               find_unused_parameters=find_unused_parameters, **of_core)
-        super().__init__(groups, optimizer_cls, process_group=process_group, **of_core, **optimizer_kwargs)
+                               find_unused_parameters=find_unused_parameters, **core_arguments)
+        super().__init__(groups, optimizer_cls, process_group=process_group, **core_arguments, **optimizer_kwargs)
 
     def _refuse(self, named):
         """Return [(name, local tensor), …]."""

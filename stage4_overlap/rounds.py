@@ -26,7 +26,7 @@ N_MADE: collections.Counter = collections.Counter()  # name of a group -> how ma
 
 
 class Rounds:
-    """The rounds since the last step. It is one object, so that a wrapper that copies attributes shares it.
+    """Counts the rounds since the last step. It is one object, so that a wrapper that copies attributes shares it.
 
     Attributes:
         n: number of rounds that have ended.
@@ -37,8 +37,8 @@ class Rounds:
             round, `Bucket.ready` has their ids.
         unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
             main parameters have no gradient until the ranks agree again.
-        settings: of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`: name -> value.
-        settings_differ: whether those of the ranks differ, if only by rounding.
+        settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`.
+        settings_differ: whether the ranks have different settings, if only by rounding.
         is_synced: whether the ranks have agreed on all this, and every gradient was sent.
         backward_pass: function () -> the current BackwardPass or None; a weak reference.
         is_accumulating: whether we are inside no_sync.
@@ -59,8 +59,7 @@ class Rounds:
 class BackwardPass:
     """Calls `at_end` when the current backward pass ends; inside a re-entrant checkpoint, when the outer pass ends.
 
-    torch keeps this object until then. If the pass fails, torch drops it without a call, and a weak reference to it
-    dies.
+    torch keeps this object until then. If the pass fails, torch drops it without a call, and weak references to it die.
     """
 
     def __init__(self, at_end):
@@ -93,8 +92,8 @@ def what_is_wrong(rounds, params, buckets):
 def host_group(process_group, device):
     """Return gloo between the ranks of `process_group`, made once; None if that serves CPU tensors. Collective.
 
-    Not by `new_group`, which names a group after the number of groups that this rank is in: ranks in different numbers
-    of groups would wait for each other under different names, for ever. Here the name comes from the group.
+    It isn't made by `new_group`, which names a group after the number of groups that this rank is in: ranks in
+    different numbers of groups would wait for each other under different names, for ever.
     """
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
