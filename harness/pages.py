@@ -125,7 +125,7 @@ LADDER = [
 def ladder_sheet():
     """Make the table of what can be counted, and one column of time, measured on two hosts with the slowest link."""
     slowest = saved.by_rate()[0]
-    bench = saved.load_bench()
+    result = saved.load_bench()
     conditions = slowest.conditions
     tuned = catalogue.tuned(slowest, catalogue.REFERENCE)
     ddp = tuned or slowest.find(catalogue.REFERENCE)
@@ -137,7 +137,7 @@ def ladder_sheet():
     def held(rung):
         """Write bytes per parameter after a step: of stages 3 and 4 as counted, padding and buffers included."""
         if rung.state:
-            by_ranks = [bench.sheets["model_state"].numbers(f"{d}")[rung.state] for d in ranks]
+            by_ranks = [result.sheets["model_state"].numbers(f"{d}")[rung.state] for d in ranks]
         else:
             by_ranks = [8 + 8 / d if rung.folder else 16 for d in ranks]
         return " · ".join(f"{n_bytes:.1f}" for n_bytes in by_ranks)
@@ -145,23 +145,21 @@ def ladder_sheet():
     def peak_bytes(rung):
         return max(row_of(rung).peak_bytes.values(), default=None)
 
-    def values_sent(rung):
-        return catalogue.find(rung.row).sends / FP32_BYTES
-
     def n_lines(rung):
         return core_lines(saved.ROOT / rung.folder) if rung.folder else None
     sheet = tables.sheet_of("", LADDER, {
         "stage": names("title", "stage"), "collectives": column("collectives", "collectives", form=TEXT),
         "held": column(f"bytes per parameter on {' · '.join(map(str, ranks))} ranks", held),
         "peak": column("peak memory, MB", peak_bytes, form=".0f", unit=1e6),
-        "sends": column("values sent per parameter", values_sent, form="g"),
+        "sends": column("values sent per parameter", lambda rung: catalogue.find(rung.row).sends, form="g",
+                        unit=FP32_BYTES),
         "lines": column("code lines of the core", n_lines),
         "time": column("time ÷ DDP's", lambda rung: row_of(rung).over(ddp), form=".2f")})
     words = f"tuned DDP's ({tuned.size} buckets)" if tuned else "DDP's with its default buckets"
     sheet.notes = [
         f"The model has {conditions.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with "
         "AdamW (stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b: bucket buffers). The peak includes "
-        f"activations of {conditions.batch_size} sequences ({bench.conditions.batch_size} in results/). A "
+        f"activations of {conditions.batch_size} sequences ({result.conditions.batch_size} in results/). A "
         "rank sends this many values per parameter, times (d-1)/d; stage 2 adds padding. Time: "
         f"`DistributedOptimizer`'s step, divided by {words}. Two emulated hosts, {rate_words(conditions.rate)}, "
         f"median of {conditions.rounds} rounds ({conditions.machine}, {conditions.date})."]
