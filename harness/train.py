@@ -112,9 +112,6 @@ def warmup_then_cosine(steps):
     return factor
 
 
-# ---------------------------------------------------------------------------------------------------------------- A run
-
-
 def build_model(args, rank):
     """Load the data first, so that a wrong --data is refused before anything large is made."""
     args.loaded = load_data(args, rank)

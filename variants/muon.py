@@ -27,8 +27,7 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 def owners(groups, world_size):
     """Return {parameter: the rank that steps it}, so that all ranks have about as much to compute.
 
-    Parameters are dealt in the order of the model if that is as even as the dearest first: a bucket then has something
-    of each rank.
+    In the order of the model a bucket has something of each rank. So it is kept, unless the dearest first is more even.
     """
     cost_of = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
 
