@@ -288,7 +288,7 @@ def compared_sheet(name, result, published):
         columns[f"published {field}"] = column(f"{title}\npubl.", read_published(field), source, form, unit=unit)
         columns[f"your {field}"] = column(f"{title}\nyours", field, source, form, unit=unit)
     return tables.sheet_of(
-        f"Yours beside the published ones: {name}{f', {rate}' if rate else ''}", result.rows, columns,
+        f"Yours beside the published ones: {name if rate is None else f'{name}, {rate}'}", result.rows, columns,
         [f"Yours: {tables.conditions_line(result.conditions)}.",
          f"Published: {tables.conditions_line(match.conditions) if match else 'none at this rate'}.",
          *tables.failures(result.rows)])

@@ -18,7 +18,7 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class WithSkip:
-    """n_skipped: how many steps were left out.  has_bad_grads: whether the next one will be."""
+    """Counts in `n_skipped` the steps that were left out. `has_bad_grads`: whether the next one will be."""
 
     n_skipped, has_bad_grads = 0, False
 
@@ -39,10 +39,10 @@ class CheckedOptimizer(OverlapOptimizer):
         super().sync_grads()
         checks, self.checks = self.checks, ()
         if checks:  # as many on each rank, and in the same order
-            mine = torch.stack([is_finite for _, is_finite in checks]).to(torch.uint8)
-            everyone = mine.new_empty(dist.get_world_size(self.process_group), len(checks))
-            dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.process_group)
-            bad = [f"{name_of(checks[i][0], self.param_groups)} on rank {r}" for r, i in (everyone == 0).nonzero()]
+            own_flags = torch.stack([is_finite for _, is_finite in checks]).to(torch.uint8)
+            flags = own_flags.new_empty(dist.get_world_size(self.process_group), len(checks))
+            dist.all_gather_into_tensor(flags.view(-1), own_flags, group=self.process_group)
+            bad = [f"{name_of(checks[i][0], self.param_groups)} on rank {r}" for r, i in (flags == 0).nonzero()]
             self.has_bad_grads |= bool(bad)
             if bad and not self.skip:
                 self.zero_grad()
@@ -50,9 +50,10 @@ class CheckedOptimizer(OverlapOptimizer):
 
     def step_own(self):
         self.finish_param_sync()
-        if not self.has_bad_grads:
+        if self.has_bad_grads:
+            self.n_skipped += 1
+        else:
             super().step_own()
-        self.n_skipped += self.has_bad_grads
         self.has_bad_grads = False
 
     def zero_grad(self, set_to_none=True):

@@ -128,9 +128,9 @@ class SumsLeaves:
     def mean_over_leaves(self, losses):
         """Return the mean loss of all leaves, for a log. `losses`: scalar tensors of this rank's leaves. Collective."""
         own = torch.stack([loss.detach() for loss in losses])
-        everyone = own.new_empty(self.leaves)
-        dist.all_gather_into_tensor(everyone, own, group=self.process_group)
-        return add_in_pairs(list(everyone)) / self.leaves
+        gathered = own.new_empty(self.leaves)
+        dist.all_gather_into_tensor(gathered, own, group=self.process_group)
+        return add_in_pairs(list(gathered)) / self.leaves
 
 
 class TreeOfLeaves(OverlapOptimizer):
@@ -223,7 +223,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         own, nothing = self.own_leaves(), self.buckets[0].gradient.shard.new_zeros(1)
         pieces = [pieces or [nothing] for bucket in self.buckets for pieces in bucket.grad_pieces(own)]
         norms = torch.stack([torch.nn.utils.get_total_norm(grads, norm_type) for grads in pieces])
-        everyone = norms.new_empty(self.world_size * len(norms))  # rank, bucket, leaf
-        dist.all_gather_into_tensor(everyone, norms, group=self.process_group)
-        in_order = everyone.view(self.world_size, -1, len(own)).transpose(0, 1)  # bucket, rank, leaf
+        gathered = norms.new_empty(self.world_size * len(norms))  # rank, bucket, leaf
+        dist.all_gather_into_tensor(gathered, norms, group=self.process_group)
+        in_order = gathered.view(self.world_size, -1, len(own)).transpose(0, 1)  # bucket, rank, leaf
         return torch.linalg.vector_norm(in_order.reshape(-1), float(norm_type))
