@@ -95,7 +95,6 @@ def label_of(row):
 
 
 def failures(rows):
-    """Return a note for each row that has failed."""
     return [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
