@@ -22,7 +22,7 @@ def of_each(name):
     return method
 
 
-class Together:
+class OptimizerList:
     """Several optimizers, with all their parameter groups and all their state."""
 
     def __init__(self, optimizers):
@@ -32,15 +32,15 @@ class Together:
     state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
 
 
-class Chained(Together):
+class Chained(OptimizerList):
     """Several optimizers of this project, of any stage or variant, as one. Each needs a scheduler of its own.
 
     `checkpoint.save` and `load` accept it as they do any optimizer, and so does the full state if all have one process
     group.
 
     Process groups may differ: experts, for example, have a smaller group (and `average_over`, see docs/experts.md), and
-    ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. Every rank
-    has an optimizer of the largest group, of which the others are parts.
+    ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. One group
+    contains all others, and every rank has an optimizer of that group.
 
     Raises:
         ValueError: no group includes all the others, so it can't be known which ranks have the same parameters.
@@ -55,12 +55,12 @@ class Chained(Together):
         self._agreement_group = max(agreeing, key=dist.get_world_size)  # over which a closure's loss is averaged
         ranks = dist.get_process_group_ranks(self.process_group)
         # hybrid has the same parameters across its groups
-        own = [ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
-               for optimizer, group in zip(optimizers, groups)]
-        self.n_ranks = [len(part) for part in own]
-        if not all(set(part) <= set(ranks) for part in own):
-            raise ValueError(f"the optimizers are for ranks {own}: no group has all others as its parts, so whose "
-                             "parameters are alike can't be known")
+        ranks_of_each = [ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
+                         for optimizer, group in zip(optimizers, groups)]
+        self.n_ranks = [len(part) for part in ranks_of_each]
+        if not all(set(part) <= set(ranks) for part in ranks_of_each):
+            raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
+                             "whose parameters are alike can't be known")
 
     finish_grad_sync, zero_grad = of_each("finish_grad_sync"), of_each("zero_grad")
     prefetch_params, finish_param_sync = of_each("prefetch_params"), of_each("finish_param_sync")  # of stage 4
@@ -73,7 +73,7 @@ class Chained(Together):
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
         for optimizer in self.optimizers:
-            optimizer.step(*[] if closure is None else [lambda: loss])
+            optimizer.step() if closure is None else optimizer.step(lambda: loss)
         return loss
 
     def add_param_group(self, group):
@@ -96,7 +96,7 @@ class Chained(Together):
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
         """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. Collective.
 
-        If n ranks have a norm, each of them adds a share of it, so that other ranks may have other optimizers.
+        A norm that n ranks have counts as n equal shares, because other ranks may have other optimizers.
 
         Returns the norm before clipping, a scalar tensor. Raises what an optimizer's `clip_grad_norm_` raises.
         """
@@ -125,7 +125,7 @@ class Chained(Together):
             optimizer.load_state_dict(state)
 
 
-class Inner(Together):
+class Inner(OptimizerList):
     """The inner optimizers, as one."""
 
     def state_dict(self):

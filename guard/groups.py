@@ -75,7 +75,7 @@ def comparable(settings):
 
 
 def checksum_of(settings):
-    """Return 31 bits. Floats count with nine digits, because the cosines of two CPUs may differ in the last bit."""
+    """Return 31 bits, which fit an int32. Floats count with nine digits, because cosines differ between CPUs."""
     values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in settings.values()]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
@@ -87,17 +87,17 @@ def first_difference(settings, process_group):
     """
     by_rank = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(by_rank, settings, group=process_group)
-    for rank, of_rank in enumerate(by_rank):
-        for name in by_rank[0] | of_rank:
-            first, other = by_rank[0].get(name), of_rank.get(name)
+    for rank, settings_of_rank in enumerate(by_rank):
+        for name in by_rank[0] | settings_of_rank:
+            first, other = by_rank[0].get(name), settings_of_rank.get(name)
             are_floats = isinstance(first, float) and isinstance(other, float)
             if first != other and not (are_floats and math.isclose(first, other, rel_tol=1e-6)):
                 return f"{name} is {first} on rank 0 and {other} on rank {rank}"
     return None
 
 
-def difference_between_ranks(settings, process_group):
+def error_if_settings_differ(settings, process_group):
     """Return a RuntimeError, on every rank, if the settings of the ranks differ, or None. Collective."""
-    difference = first_difference(settings, process_group)
-    return difference and RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the "
-                                       "average of all losses), or take an optimizer that writes the same")
+    if difference := first_difference(settings, process_group):
+        return RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the average of all "
+                            "losses), or take an optimizer that writes the same")

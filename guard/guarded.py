@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import all_params, copy_hyperparameters, difference_between_ranks, hyperparameters, settings_of
+from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import given_loss, untraced, without_global_hooks
 from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
@@ -259,8 +259,8 @@ class Guarded(torch.optim.Optimizer):
 
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
-        if difference := difference_between_ranks(settings_of(self.param_groups), self.process_group):
-            raise difference
+        if error := error_if_settings_differ(settings_of(self.param_groups), self.process_group):
+            raise error
 
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")

@@ -32,16 +32,16 @@ def total_norm(optimizer, norm_type):
     """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
-    norms, states = [], optimizer.state
-    for groups, mains in states.mains_over.items():
+    norms, by_parameter = [], optimizer.state
+    for groups, mains in by_parameter.mains_over.items():
         # torch's norm of an empty list would be on the CPU.
-        grads = [main.grad for main in mains if main.grad is not None] or [torch.zeros(1, device=states.device)]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(states.norm_dtype)
+        grads = [main.grad for main in mains if main.grad is not None] or [torch.zeros(1, device=by_parameter.device)]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(by_parameter.norm_dtype)
         for group in (optimizer.process_group, *groups):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
-    for group in dict.fromkeys(group for groups in states.mains_over for group in groups):
+    for group in dict.fromkeys(group for groups in by_parameter.mains_over for group in groups):
         norm = gather_scalar(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
     return norm
 
@@ -81,8 +81,8 @@ def found_inf(optimizer, grad_scaler):
     if grads:
         factor = torch.ones_like(scale) if is_unscaled else scale.double().reciprocal().float()  # as unscale_() does
         torch._amp_foreach_non_finite_check_and_unscale_(grads, is_inf, factor)
-    meshes = [group for groups in optimizer.state.mains_over for group in groups]
-    for group in dict.fromkeys([optimizer.process_group, *meshes]):
+    mesh_groups = [group for groups in optimizer.state.mains_over for group in groups]
+    for group in dict.fromkeys([optimizer.process_group, *mesh_groups]):
         dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=group)
     state["found_inf_per_device"] = {is_inf.device: is_inf}  # GradScaler.update() reads it
     return is_inf.item() > 0
@@ -96,7 +96,7 @@ def refuse_unseen(clip_name, params):
     our hook says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing".
     """
     for param in params:
-        owners = [getattr(hook, "owner", type(None))()
+        owners = [getattr(hook, "owner", lambda: None)()
                   for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()]
         if any(hasattr(owner, "_is_moved") and owner._is_moved(param) for owner in owners):
             raise data_replaced(f"of shape {tuple(param.shape)}")
@@ -105,6 +105,7 @@ def refuse_unseen(clip_name, params):
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
         finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds
         if finds_own and clip_name == "clip_grad_value_":
+            # The fourth caller is the user's code.
             return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: "
                                  "call finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
         if finds_none or finds_own:
@@ -118,7 +119,7 @@ def refusing(clip):
     @functools.wraps(clip)
     def clip_or_refuse(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        refuse_unseen(clip.__name__.lstrip("_"), parameters)
+        refuse_unseen(clip.__name__.lstrip("_"), parameters)  # torch's own name of one begins with _
         return clip(parameters, *args, **kwargs)
 
     return clip_or_refuse

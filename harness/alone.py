@@ -144,7 +144,7 @@ class Dry(Memory):
 
 
 class FakeWork(dist.Work):
-    """Is the work of the next launch, which arrives nowhere. A wait for it becomes an event."""
+    """Is the work of the next launch, which sends nothing. A wait for it becomes an event."""
 
     def __init__(self, dry, tensors):
         super().__init__()
@@ -193,10 +193,10 @@ def bytes_touched(function, arguments, result):
 
 @contextmanager
 def fake(d, cap_mb=None, transport=None):
-    """Let this process play rank 0 of d, with tensors that have no memory, and cores for stages.
+    """Let this process play rank 0 of d, with tensors that have no memory, and stages' cores without their guards.
 
     `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and compares no
-    values, because fake tensors have none.
+    values, because these tensors have none.
     """
     assign_to_buckets = dist._compute_bucket_assignment_by_size
     optimizer_class = catalogue.optimizer_class
@@ -206,7 +206,8 @@ def fake(d, cap_mb=None, transport=None):
 
     def in_order_of_gradients(tensors, _, sparse):
         buckets, sizes = assign_to_buckets(tensors[::-1], limits, sparse[::-1])
-        return [[len(tensors) - 1 - i for i in bucket] for bucket in buckets][::-1], sizes[::-1]
+        buckets = [[len(tensors) - 1 - i for i in bucket] for bucket in buckets]  # indices in the order of `tensors`
+        return buckets[::-1], sizes[::-1]
 
     def core(package, *name):
         if package.startswith("stage"):
@@ -261,7 +262,7 @@ class ParameterUse(torch.autograd.Function):
 
 
 def stand_in(model, cost, dry):
-    """Replace `model.forward` by modules in the order in which they are registered. Their hooks run: stage 4 waits."""
+    """Replace `model.forward` by a walk over the modules that runs their hooks, in which stage 4 waits."""
     parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
     total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
 
@@ -368,7 +369,7 @@ def gathered(model):
         return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
     return sheet_of(
         "Elements gathered per step, over the model's", GATHERED, {
-            "name": names(str),
+            "name": names(str),  # a row is its own name
             **{f"{d}": column(f"d = {d}", lambda name, d=d: over_numel(GATHERED[name], d), "counted", ".2f")
                for d in STATE_RANKS}},
         ["What is above 1.00 is padding."])

@@ -38,7 +38,7 @@ def load_bytes(path=None):
         place = os.path.expanduser(path)
         limit = DATA_BYTES
         advice = "give a text file, or a folder with text files"
-        if not (os.path.isdir(place) or os.path.isfile(place)):  # false of a name that is too long, and of a FIFO
+        if not (os.path.isdir(place) or os.path.isfile(place)):  # a FIFO is neither, nor is a long name
             raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
         root = Path(place)
         files = _files(root) if root.is_dir() else [root]

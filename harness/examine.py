@@ -24,7 +24,7 @@ from harness.rows import RowId
 from harness.workers import on_rank_0
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
-CHECKED_STEPS = 3  # the second is the first that reads parameters which were exchanged, and moments which are not zero
+CHECKED_STEPS = 3  # step 2 is the first with exchanged parameters and moments that aren't zero; step 3 is counted
 
 
 class Settings(NamedTuple):
@@ -59,7 +59,7 @@ def make_batches(settings, rank):
 
 
 def describe(rank, settings):
-    """Return the Conditions under which the figures hold, of one host."""
+    """Return the Conditions of a run on one host."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
     make_batches(settings, rank)  # bad --data fails before anything is measured
     on_gpu = rank.device.type == "cuda"
@@ -113,9 +113,9 @@ def tolerance(world_size):
     """Return the largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS fp32 steps.
 
     On one or two ranks every order of summation gives the same bits. On more, sums differ in the last bits. AdamW
-    divides a gradient by its own size, so a gradient that is nothing but rounding error (that of the bias of the keys
-    in attention, which softmax cancels) would become a step of up to lr. With eps = 1e-6 such noise is a ten-thousandth
-    of lr: 2e-7 at d = 3 and 4 (4e-6 with 1e-8). A wrong stage shows differences like lr: 1e-4 to 1e-3.
+    divides a gradient by its own size, so a gradient that is nothing but rounding error would become a step of up to
+    lr: softmax cancels the bias of attention's keys, for example. With eps = 1e-6 such noise is a ten-thousandth of lr:
+    2e-7 at d = 3 and 4 (4e-6 with 1e-8). A wrong stage shows differences like lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
 
@@ -141,7 +141,7 @@ def examine(rank, settings, base, bucket_mb=None):
     The Row is as this rank sees it, except that `max_abs_diff` is of all ranks: the largest difference of any parameter
     from the reference's. So is movement, the largest difference of any parameter from where it started.
     """
-    # On CUDA some sums are faster in any order, but two runs must agree to the bit.
+    # CUDA has faster sums in an order that varies, but two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     configuration = rows.find(base, bucket_mb)
     batches = make_batches(settings, rank)
@@ -149,22 +149,23 @@ def examine(rank, settings, base, bucket_mb=None):
     gc.collect()
     training, memory_fields = count_memory(rank, settings, configuration, batches[:2])
     dist.barrier()
-    bytes_before = bytes_on_the_line()
+    bytes_before = interface_bytes()
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
     dist.barrier()
-    line_bytes = None if bytes_before is None else bytes_on_the_line() - bytes_before
+    line_bytes = None if bytes_before is None else interface_bytes() - bytes_before
     params = training.full_params()
     torch.use_deterministic_algorithms(False)
     numel = sum(param.numel() for param in training.model.parameters())
-    return Row(
+    row = Row(
         base, bucket_mb, configuration.kind, configuration.dtype, max_abs_diff=largest_difference(params, reference),
         collectives=ledger.collectives, message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes,
         line_bytes=line_bytes, wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),
         bytes_per_param=sum(memory_fields["held_bytes"].values()) / numel,
         bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer),
-        **memory_fields), largest_difference(params, before)
+        **memory_fields)
+    return row, largest_difference(params, before)
 
 
 def count_memory(rank, settings, configuration, batches):
@@ -200,7 +201,7 @@ class StepMemory(NamedTuple):
 
 
 def memory_of_step(memory, training, batch):
-    """Train one step, without zeroing gradients. Returns StepMemory; afterwards `memory.by_kind()` knows all kinds.
+    """Train one step, without zeroing gradients. Returns StepMemory; every storage then has its kind, by Memory.mark.
 
     Activations are what the forward pass leaves alive, except for parameters, which FSDP2 gathers in it.
     """
@@ -231,7 +232,7 @@ def memory_of_step(memory, training, batch):
     return StepMemory(peak_within, live_after, activations)
 
 
-def bytes_on_the_line():
+def interface_bytes():
     """Return the bytes that gloo's network interface has sent, with headers; None if gloo has none of its own."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     lines = Path("/proc/net/dev").read_text().splitlines() if interface else []  # of this process's network
@@ -259,7 +260,6 @@ def time_steps(rank, settings, base, bucket_mb=None):
 
 
 def make_training(rank, settings, configuration):
-    """Build a row's Training when nothing of the row before is left in memory."""
     gc.collect()
     return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
 
@@ -284,7 +284,7 @@ def time_warm_steps(rank, step, inputs, finish):
 
 
 def mark(device):
-    """Note a moment: on a GPU, when its queue gets there."""
+    """Return a timestamp; on a GPU an event, recorded when its queue gets there."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

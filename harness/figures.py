@@ -15,7 +15,7 @@ from harness import command_line
 from harness import results as saved
 from harness.examine import commit
 
-HOSTS = "-m harness.two_hosts --rounds 2 --steps 2"
+HOSTS = "-m harness.two_hosts --rounds 2 --steps 2"  # the command of several steps
 CURVE = "600mbit", "2.5gbit"  # in the curve alone; the rates of the tables have steps of their own
 
 
@@ -74,7 +74,8 @@ def main():
         parser.error("the code differs from its last commit, which figures have to name: commit first")
     due = [step for step in STEPS if not step.is_done(head)]
     for step in STEPS:
-        print(f"{f'{step.minutes:g} min' if step in due else 'there':>8}  {step.name} -> {step.file}")
+        minutes = f"{step.minutes:g} min" if step in due else "there"
+        print(f"{minutes:>8}  {step.name} -> {step.file}")
     print(f"commit {head}: about {sum(step.minutes for step in due):g} minutes", flush=True)
     for step in due:
         path = saved.ROOT / "results" / step.file
@@ -83,7 +84,7 @@ def main():
         print(f"\n--- {step.name}", flush=True)
         run([*shlex.split(step.command), "--faults-json" if step.file == "faults.json" else "--json", str(path)])
         if path.exists():
-            path.write_text(saved.to_json(saved.load(step.file)), encoding="utf-8")  # as it will be read: 1 is 1.0
+            path.write_text(saved.to_json(saved.load(step.file)), encoding="utf-8")  # numbers of float fields as floats
     for command in REPORT:
         run(shlex.split(command))
 

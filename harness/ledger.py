@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """Is a Work that `thread`, an executor, waits for: gloo's own has no callback, and may be waited for only once."""
+    """Is a Work that an `executor` waits for: gloo's own has no callback, and may be waited for only once."""
 
-    def __init__(self, work, note, thread):
+    def __init__(self, work, note, executor):
         super().__init__()
-        self.done = thread.submit(self.finish, work, note)  # no reference to `work` is left, nor to what has arrived
+        self.done = executor.submit(self.finish, work, note)  # no reference to `work` is left, nor to what has arrived
 
     @staticmethod
     def finish(work, note):
@@ -81,13 +81,13 @@ MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_
 
 
 def kind_and_tensors(operator, arguments):
-    """Return kind, and the lists of tensors that are read and written; of functional ones those that are read."""
+    """Return the kind, and lists of the tensors that are read and written; of a functional collective, those read."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *used = OPERATORS[name]
         return kind, [tree_leaves(arguments[argument]) for argument in used if argument]
     if namespace == "_c10d_functional" and (match := FUNCTIONAL.fullmatch(name)):
-        kind = {"isend": "send", "irecv": "recv"}.get(match[1], re.sub("_(into_)?tensor|_single", "", match[1]))
+        kind = re.sub("_(into_)?tensor|_single|^i(?=send|recv)", "", match[1])
         return kind, [tree_leaves(next(iter(arguments.values())))]
     raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
@@ -98,9 +98,10 @@ def wire_bytes(kind, size, group_size, backend):
         return 0
     if kind == "send":
         return size
-    rounds = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
+    # gloo's reduce-scatter is an all-reduce underneath.
+    passes = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
     share = 1 / group_size if kind in ("scatter", "gather") else 1
-    return rounds * share * size * (group_size - 1) / group_size
+    return passes * share * size * (group_size - 1) / group_size
 
 
 class Ledger(TorchDispatchMode):
@@ -164,8 +165,9 @@ class Ledger(TorchDispatchMode):
             return None
         kind, used = kind_and_tensors(operator, arguments)
         group = _group(arguments)
-        sizes = [size for tensors in used if (size := sum(tensor.nbytes for tensor in tensors))] or [0]
-        is_in_parts = kind in ("all_gather", "gather", "scatter")  # a rank's own part is the smaller of the two
+        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in used]
+        sizes = [size for size in sizes if size] or [0]
+        is_in_parts = kind in ("all_gather", "gather", "scatter")  # of input and output the smaller is a rank's part
         size = min(sizes) * group.size() if is_in_parts else max(sizes)
         dtype = next((tensor.dtype for tensors in used for tensor in tensors), None)
         backend = dist.get_backend(group)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group: as a default of its functions that would never end
+import torch.distributed.nn.functional  # before there is a group, which its default arguments would keep for ever
 
 from guard.refuse import silence_torch
 from harness import command_line
@@ -49,11 +49,11 @@ def prepare(device):
         return
     keep_freed_memory()
     # More threads than one would make ranks on the same machine fight for its cores.
-    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is of nested levels
+    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # "4,2" is for nested regions
     torch.set_num_threads(int(n_threads) if n_threads.isdecimal() and int(n_threads) else 1)
 
 
-def works(me, store):
+def can_communicate(me, store):
     """Return whether what the stages call works on every rank's device in the default group. Ranks agree by `store`."""
     try:
         whole = torch.ones(me.world_size, device=me.device)
@@ -89,7 +89,7 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-MISSING_S = 3  # that ranks which have lost another rank wait for each other's report
+MISSING_S = 3  # how long a rank that has lost another one waits for the others to report the same
 
 
 def _missing_ranks():
@@ -111,7 +111,7 @@ def _missing_ranks():
             missing.extend(silent)
     thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
     thread.start()
-    thread.join(MISSING_S + 2)
+    thread.join(MISSING_S + 2)  # longer than `ask` waits
     return missing
 
 
@@ -130,7 +130,7 @@ def connect(timeout_s=120):
     """
     command_line.begin()
     sys.excepthook = report_lost_rank
-    silence_torch()  # for cores: without a guard nothing else does
+    silence_torch()  # as a guard does; a core alone doesn't
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     rank, world_size = _numbers("RANK", "WORLD_SIZE")
@@ -148,13 +148,14 @@ def connect(timeout_s=120):
     return me
 
 
-def _numbers(rank, size, *defaults):
-    """Return what a launcher has set: a rank, and a world size above it. Else one line, and exit code 2."""
-    texts = [str(os.environ.get(name, default)) for name, default in zip((rank, size), defaults or ("", ""))]
+def _numbers(rank_name, size_name, *defaults):
+    """Return a rank and a larger world size from variables of the environment. Else one line, and exit code 2."""
+    names = rank_name, size_name
+    texts = [str(os.environ.get(name, default)) for name, default in zip(names, defaults or ("", ""))]
     if all(re.fullmatch("[0-9]{1,8}", text) for text in texts) and int(texts[0]) < int(texts[1]):
         return map(int, texts)
-    _fail(f"{rank}={texts[0]:.40} and {size}={texts[1]:.40} in the environment: they must be numbers, the first below "
-          "the second")
+    _fail(f"{rank_name}={texts[0]:.40} and {size_name}={texts[1]:.40} in the environment: they must be numbers, the "
+          "first below the second")
 
 
 def _fail(what):
@@ -167,15 +168,15 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
     for number, (backend, device) in enumerate(possible):
         is_last = number == len(possible) - 1
         before = own_threads()
-        corner = store if is_last else dist.PrefixStore(f"choice {number}", store)
+        substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
         is_own = is_last and backend == "nccl"  # else the GPU is another rank's too
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=corner, rank=rank,
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=substore, rank=rank,
                                 world_size=world_size, device_id=device if is_own else None)
         if backend == "gloo":
             let_computing_go_first(own_threads() - before)
         me = Rank(rank, world_size, device, backend)
-        if is_last or works(me, dist.PrefixStore("works", corner)):
+        if is_last or can_communicate(me, dist.PrefixStore("works", substore)):
             return me
         dist.destroy_process_group()
 
@@ -188,17 +189,17 @@ def side_group(timeout_s):
     return group
 
 
-left = []  # process groups until just before Python ends
+groups_until_exit = []
 
 
 def disconnect():
     """Leave the process group together with all ranks: gloo aborts a rank that ends while another talks to it."""
     dist.barrier()
-    # Who takes the group down waits for gloo's threads, which may be waiting for the GIL to let go of a tensor. A DDP
+    # The code that frees a group waits for gloo's threads, which may wait for the GIL to let go of a tensor. A DDP
     # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
-    # ask for it while it ends: 1 run of 25 aborted, with such threads delayed. So it is done in between, without it.
-    left.extend(dist.distributed_c10d._world.pg_map)
-    atexit.register(left.clear)
+    # ask for the GIL while it ends: 1 run of 25 aborted, with such threads delayed. So atexit frees the groups.
+    groups_until_exit.extend(dist.distributed_c10d._world.pg_map)
+    atexit.register(groups_until_exit.clear)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Plans before you rent: what a rank of 1024 holds, how long a step takes, and how far that model is from runs."""
+"""Plans before you rent: what a rank of 1024 holds, how long a step takes, and how far this is from measured runs."""
 
 import functools
 import gc
@@ -21,7 +21,7 @@ from harness.tables import column, label_of, names, sheet_of, sheet_text
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": plan_check.ROWS, "bf16": [row.name for row in catalogue.PLANNED]}
-STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.PLANNED[-1].name}  # whose buckets' sizes have a table
+STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.PLANNED[-1].name}  # their bucket sizes have a table
 BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}
 RANKS = (1, 8, 64, 1024)  # that all rows are counted at
 CAPS_MB = (None, 100, 400, 1600, 6400)  # buckets that are tried, the default first
@@ -32,32 +32,30 @@ EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
 
 @dataclass
 class PlanRow(HasRowId):
-    """Bytes on rank 0, after a step by kind, and at the peak; bytes per parameter, and ms per micro-batch, by number of
-    ranks. `once_ms`, `each_ms`: of one of MICRO_BATCHES, with one exchange per step, or one for each. `step`: modelled.
-    """
+    """What was counted and modelled of a row, on rank 0."""
     base: str
     bucket_mb: float | None
-    formula: str
-    held: dict
-    padding: float
-    peak: float
+    formula: str  # of bytes per parameter
+    held: dict  # bytes after a step, by kind
+    padding: float  # bytes, in all of these
+    peak: float  # bytes
     fits_from: int  # number of ranks from which on it fits; 0: with none
-    counted: dict
-    theory: dict
-    ms: dict
-    once_ms: float
-    each_ms: float
-    step: RecordedStep
+    counted: dict  # bytes per parameter, by number of ranks
+    theory: dict  # the same by the formula
+    ms: dict  # per micro-batch, by number of ranks
+    once_ms: float  # of one of MICRO_BATCHES, with one exchange per step
+    each_ms: float  # with an exchange for each micro-batch
+    step: RecordedStep  # modelled
 
 
 @dataclass
 class SizeRow(HasRowId):
-    """A size of bucket that was tried. `is_bucket`: two of them take at most half of what whole gradients would."""
+    """A size of bucket that was tried."""
     base: str
     bucket_mb: float | None
     ms: float
     peak: float
-    is_bucket: bool
+    saves_memory: bool  # two of them take at most half of what whole gradients would
 
 
 class Planner:
@@ -84,14 +82,14 @@ class Planner:
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
         return [RowId(base, cap_mb) for cap_mb in caps_mb]
 
-    def is_bucket(self, row_id):
-        """Return whether two buffers take at most half of what whole gradients would, as stage 3 holds them."""
+    def saves_memory(self, row_id):
+        """Return whether two buffers take at most half of whole gradients, which are as large as the parameters."""
         held = self.recorded[row_id, self.args.world].held
         return held["buffers"] <= held["parameters"] / 2
 
     def tuned(self, base):
-        """Return the smallest size with which it is as fast as with any, of those that are buckets and fit."""
-        sizes = [row_id for row_id in self.sizes(base) if self.is_bucket(row_id)] or self.sizes(base)
+        """Return the smallest size that is about as fast as the fastest, among those that save memory and fit."""
+        sizes = [row_id for row_id in self.sizes(base) if self.saves_memory(row_id)] or self.sizes(base)
         fitting = [row_id for row_id in sizes if self.recorded[row_id, self.args.world].peak <= self.device_bytes]
         ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}
         return next(row_id for row_id in ms if ms[row_id] <= AS_FAST * min(ms.values()))
@@ -112,7 +110,7 @@ class Planner:
 
     def size_row(self, row_id):
         return SizeRow(*row_id, self.ms(row_id, self.args.world), self.recorded[row_id, self.args.world].peak,
-                       self.is_bucket(row_id))
+                       self.saves_memory(row_id))
 
 
 def formula_of(row_id):
@@ -151,12 +149,15 @@ def plan(args, workers):
 
 def report_of(origin, assumed, rows, sizes):
     """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
-    steps, title = slow_ones_left_out(assumed, rows)
+    longest = 4 * min(row.step.seconds for row in rows)  # slower rows aren't in the picture
     stage4 = next(row for row in rows if row.base in STAGE_4)
     return Report(origin, {
         "memory": memory_sheet(assumed, rows), "state": alone.state_sheet(rows), "time": time_sheet(assumed, rows),
         "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)},
-        figures={"buckets of stage 4": stage4.size}, steps=steps, title=title)
+        figures={"buckets of stage 4": stage4.size},
+        steps={row.name: row.step for row in rows if row.step.seconds <= longest},
+        title=f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, {assumed.batch_size} x "
+              f"{assumed.sequence_length}")
 
 
 def memory_sheet(c, rows):
@@ -210,18 +211,11 @@ def sizes_sheet(c, sizes):
     return sheet_of(
         f"Sizes of buckets: {c.model} on {c.world} ranks", sizes, {
             "name": names("base"),
-            "size": column("bucket", lambda size: size.size if size.is_bucket else f"{size.size} *"),
+            "size": column("bucket", lambda row: row.size if row.saves_memory else f"{row.size} *"),
             "ms": column("ms\n", "ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
         ["Taken: the smallest that is at most 2 % slower than the fastest."],
         ["* not taken: two such buffers exceed half of all gradients."])
-
-
-def slow_ones_left_out(c, rows):
-    """Return ({name: step}, title) for pictures: of the rows that take at most four times as long as the fastest."""
-    longest = 4 * min(row.step.seconds for row in rows)
-    steps = {row.name: row.step for row in rows if row.step.seconds <= longest}
-    return steps, f"One step on rank 0 of {c.world}, modelled: {c.model}, {c.batch_size} x {c.sequence_length}"
 
 
 fail = functools.partial(command_line.fail, "plan")

@@ -17,9 +17,10 @@ from harness.results import Column, Marked, Sheet, median
 NONE = "–"
 TEXT = "text"  # the form of a column of words, which are aligned left
 WIDTH = 110  # characters in a line of the widest table
+PAGE_WIDTH = 118  # of a page's lines
 
 
-class Source(NamedTuple):
+class ColumnReader(NamedTuple):
     """A Column, and where its cells come from."""
     column: Column
     get: Callable | str  # function of a row, or the name of a row's field
@@ -27,8 +28,8 @@ class Source(NamedTuple):
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
-    """Describe a column for `sheet_of`. The arguments: see results.Column and Source."""
-    return Source(Column("", title, source, form, shows), get, unit)
+    """Describe a column for `sheet_of`: a ColumnReader, of a results.Column whose key `sheet_of` adds."""
+    return ColumnReader(Column("", title, source, form, shows), get, unit)
 
 
 def names(get="name", title=""):
@@ -37,17 +38,17 @@ def names(get="name", title=""):
 
 
 def sheet_of(title, rows, columns, notes=(), footnotes=(), row_key=None):
-    """Make a Sheet of `rows`, objects of any kind. `columns`: {key of the column: Source}.
+    """Make a Sheet of `rows`, objects of any kind. `columns`: {key of the column: ColumnReader}.
 
     `footnotes` are read last: a column's function may add some. A row's key is `row_key(row)`, or else its first cell.
     """
-    def cell(row, source):
-        value = getattr(row, source.get) if isinstance(source.get, str) else source.get(row)
-        if source.unit == 1 or value is None:
+    def cell(row, reader):
+        value = getattr(row, reader.get) if isinstance(reader.get, str) else reader.get(row)
+        if reader.unit == 1 or value is None:
             return value
-        return [number / source.unit for number in value] if isinstance(value, list) else value / source.unit
-    cells = [[cell(row, source) for source in columns.values()] for row in rows]
-    with_keys = [dataclasses.replace(source.column, key=key) for key, source in columns.items()]
+        return [number / reader.unit for number in value] if isinstance(value, list) else value / reader.unit
+    cells = [[cell(row, reader) for reader in columns.values()] for row in rows]
+    with_keys = [dataclasses.replace(reader.column, key=key) for key, reader in columns.items()]
     row_keys = [row_key(row) for row in rows] if row_key else [str(first) for first, *_ in cells]
     return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), list(filter(None, footnotes)))
 
@@ -61,7 +62,7 @@ def small(value):
 
 
 def megabytes(value):
-    """Write MB in few digits: tens of thousands have no decimal."""
+    """Write MB in few digits: thousands have no decimal."""
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
@@ -69,7 +70,7 @@ FORMS = {"small": small, "megabytes": megabytes}
 
 
 def cell_text(cell, form, shows="median"):
-    """Write a cell: None and [] as a dash, words as they are, a number by `form`, of a list what `shows` says."""
+    """Write a cell: None and [] as a dash, words as they are, a number by `form`, of a list what `shows` names."""
     if cell is None or cell == []:
         return NONE
     if isinstance(cell, str):
@@ -113,9 +114,9 @@ def print_sheet(sheet, console):
     console.print(table, "", *notes, sep="\n")
 
 
-def sheet_text(sheet, columns=100):
+def sheet_text(sheet, width=100):
     """Return a sheet as a terminal of that width shows it, without colours."""
-    console = Console(file=io.StringIO(), width=columns, color_system=None, highlight=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     print_sheet(sheet, console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -132,11 +133,11 @@ def print_sheets(sheets, *last_lines):
 
 
 def markdown(sheet):
-    """Return a sheet as a page has it. Columns that say where their numbers come from are aligned right."""
+    """Return a sheet as a page has it. Columns with a `source` are aligned right."""
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
     alignments = ["--:" if column.source else "---" for column in sheet.columns]
     lines = [f"| {' | '.join(cells)} |" for cells in (titles, alignments, *cells_of(sheet))]
-    return "\n".join([*lines, *(f"\n{textwrap.fill(note, 118)}" for note in sheet.notes + sheet.footnotes)])
+    return "\n".join([*lines, *(f"\n{textwrap.fill(note, PAGE_WIDTH)}" for note in sheet.notes + sheet.footnotes)])
 
 
 # ------------------------------------------------------------------------------- Lines about conditions, below a table

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, comparable, difference_between_ranks, settings_of
+from guard.groups import all_params, comparable, error_if_settings_differ, settings_of
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
@@ -172,7 +172,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
-            error = difference_between_ranks(self._rounds.settings, self._agreement_group) or error
+            error = error_if_settings_differ(self._rounds.settings, self._agreement_group) or error
         if error:
             self.zero_grad()
             raise error

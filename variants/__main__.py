@@ -60,8 +60,7 @@ GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 409
 
 # Bytes per parameter that a rank sends per step and holds after it, without bucket buffers; `_theory`: by formula.
 Counted = namedtuple("Counted", "sent messages held sent_theory held_theory")
-# Newton–Schulz of the rank with most of it, over the mean of the ranks: by variants/muon.py; at the least; and where
-# the matrices of one shape are a stack, of which a rank has 1/d.
+# Newton–Schulz of the busiest rank over the mean of the ranks: by variants/muon.py, at the least, with a stack a shape.
 Balance = namedtuple("Balance", "model d muon least stacked")
 
 

@@ -4,9 +4,8 @@ Situation: links within a node are fast and links between nodes are slow, or the
 all of them is mostly latency.
 Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
 DeepSpeed. modded-nanogpt trains on one node, and does not need it.
-Wire, for r groups of s ranks, Ψ parameters, and g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes
-within a group, and across groups an all-reduce of the shard alone, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on
-s ranks, not as on r · s.
+Wire, for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes within
+a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks.
 Costs: the state exists r times. The all-reduce of each backward pass overlaps with it, as FSDP2's does. With
 `gradient_accumulation_steps=k`, the same on every rank, only the k-th pass since the last step has one: fewer bytes.
 `step` averages what no pass has averaged, and waits for it. FSDP2 calls this set_requires_all_reduce(is_last).
@@ -40,6 +39,7 @@ class OnMesh:
 
     @property
     def _agreement_group(self):
+        """Return the group of the whole mesh; None: all ranks."""
         return self.all_ranks
 
     def move_to(self, process_group):
@@ -71,7 +71,7 @@ class ReplicasOfStage3(Replicas, GradBufferOptimizer):
 
 class ReplicasOfStage4(Replicas, OverlapOptimizer):
     def receive_oldest(self):
-        """Start a bucket's all-reduce when it has arrived. What it has accumulated before is equal in all groups."""
+        """Average a bucket when it has arrived. The sum of earlier passes is equal in all groups, so it stays."""
         bucket = self.travelling[0].bucket
         if bucket in self.averages:
             self.averages[bucket].wait()
@@ -96,4 +96,4 @@ class ShardedOptimizer(OnMesh, ReplicasOfStage4):
 
 
 class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, ReplicasOfStage4):
-    """The same with the guard."""
+    """Stage 4 with its guard, over the same mesh."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from guard.chained import Chained, Together, of_each
+from guard.chained import Chained, OptimizerList, of_each
 from harness.gpt import GPT, GPTConfig
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of
 from tests.pairs import SGD, UNFUSED, assert_same, backward
@@ -17,7 +17,7 @@ from variants.muon_rows import MUON, split
 SGD, ADAMW = {**SGD, **UNFUSED}, {"lr": 0.01, **UNFUSED}
 
 
-class Plain(Together):
+class Plain(OptimizerList):
     """torch's own optimizers, of a model that each rank has whole: the reference."""
 
     step, zero_grad = of_each("step"), of_each("zero_grad")
