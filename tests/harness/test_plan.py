@@ -24,11 +24,11 @@ COST = alone.Cost(activations=1000.0, flops=2000.0)
 
 @pytest.mark.parametrize("row", [*map(rows.find, command.ROWS["fp32"]), *rows.PLANNED], ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
-    is_sized = row.name in command.STAGE_4
-    recorded = alone.record(RowId(row.name, 2 if is_sized else None), TINY, 4, COST)
-    assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)
+    has_size = row.name in command.STAGE_4
+    recorded = alone.record(RowId(row.name, 2 if has_size else None), TINY, 4, COST)
+    assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)  # padding
     largest = max([event.n_bytes for event in recorded.events if event.kind == "reduce_scatter"], default=0)
-    assert not is_sized or recorded.held["buffers"] == pytest.approx(2 * largest, rel=0.02)
+    assert not has_size or recorded.held["buffers"] == pytest.approx(2 * largest, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["stage 2 all-gather", "stage 3 grad buffer", "stage 3 bf16/fp32"])
@@ -114,7 +114,7 @@ def test_a_step_takes_what_a_reader_adds_up(events, options, seconds, exposed):
 @pytest.mark.parametrize("kind, n_bytes, d, stride, changes, seconds", [
     pytest.param("all_gather", 800, 4, 1, {}, 2 * 1 + 10 + 6, id="0 1 | 2 3: two hops in nodes, one between"),
     pytest.param("all_gather", 0, 16, 1, {}, 8 + 7 * 10, id="a ring over 8 nodes"),
-    pytest.param("all_reduce", 0, 16, 1, {}, 2 * (1 + 3 * 10), id="trees are nearer"),
+    pytest.param("all_reduce", 0, 16, 1, {}, 2 * (1 + 3 * 10), id="a tree has fewer hops"),
     pytest.param("all_reduce", 0, 16, 1, {"backend": "exchange"}, 2 * (8 + 7 * 10), id="NCCL alone has trees"),
     pytest.param("all_gather", 800, 8, 1, {"per_node": 8}, 7 * 1 + 700 / 1000, id="in a node"),
     pytest.param("all_gather", 800, 8, 64, {"per_node": 8}, 7 * 10 + 700 / (100 / 8), id="lines are shared"),
@@ -123,8 +123,8 @@ def test_a_message_passes_every_rank_and_pays_for_every_hop(kind, n_bytes, d, st
     assert message_seconds(kind, n_bytes, d, NODES._replace(**changes), stride) == pytest.approx(seconds)
 
 
-def test_a_bucket_as_large_as_the_model_is_none():
-    """However fast: of two buffers that take as much as whole gradients nothing is left to gain in memory."""
+def test_a_bucket_as_large_as_the_model_is_not_taken():
+    """Two buffers as large as all gradients save no memory, so such a size isn't taken, however fast it is."""
     args = SimpleNamespace(world=2, bucket_cap_mb=None, accumulate=1, device="h100", device_memory=1, dtype="bf16",
                            tensor_parallel=1)
     buckets = ((None, 1, 4e18), (100, 40, 3e18), (400, 50, 2e18), (1600, 60, 1e16), (6400, 200, 1e15))
@@ -152,4 +152,4 @@ def test_the_program_prints_its_tables(tmp_path):
     assert [column.key for column in sheets["ranks"].columns] == ["name", "8", "16"]
     assert sheets["ranks"].numbers("16") == pytest.approx(ms, rel=1e-5)
     assert all(once[name] <= each[name] * 1.001 for name in ms)
-    assert max(each[name] / once[name] for name in ms) > 1.2  # whose messages are waited for each time
+    assert max(each[name] / once[name] for name in ms) > 1.2  # of rows that wait in every micro-batch

@@ -1,6 +1,6 @@
 """Stage 4: each backward pass sends all buckets once, on every rank, whatever the passes are like.
 
-A rank that sends them more often than another waits for ever, since the third bucket waits for the first.
+A rank that sends them more often than another waits for ever: there are two buffers, and the third bucket needs one.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ WEIGHTS = {"backward": 4, "backward checkpointed": 2, "backward in no_sync": 3, 
 
 @on_ranks
 def test_random_schedules(rank):
-    """Backward passes over parameters that each rank draws, and what a program does between them, beside a sum."""
+    """Draw backward passes and what a program does between them, and compare how far parameters move with a sum."""
     factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint needs such an input
     for seed in range(20):
         draw = random.Random(seed)  # the same on every rank
@@ -84,7 +84,7 @@ def test_random_schedules(rank):
 
 @on_ranks
 def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
-    """Where one rank has its gradients in no_sync and those of the others have left; and where a gradient is late."""
+    """Give up a step in which one rank alone has its gradients in no_sync, and one in which a gradient is late."""
     params, optimizer = zeros(rank)
     with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
         backward(params)
@@ -94,7 +94,7 @@ def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
             pass
         backward(params)
         assert all(param.grad is not None for param in params)  # the inner one hasn't ended the outer one
-    backward(params)  # what waited for its round has left with it: a gradient that is there now is a user's
+    backward(params)  # this pass has sent the waiting gradients too, so a gradient in param.grad is a user's
     params[3].grad = torch.full((5,), 100.0, device=rank.device)
     assert "the gradient of parameter 3 of group 0 was assigned after" in error_of(optimizer.step)
     assert moved_by(params, [[0] * 6])
@@ -116,8 +116,8 @@ class Fail(torch.autograd.Function):
 
 @on_ranks(checkpointed=[False, True])
 def test_passes_after_one_that_failed(rank, checkpointed):
-    """A backward pass raises on every rank, on rank 0 after all its gradients were made. Its gradients count, as in
-    torch, and it counts as a round. Its graph, with the node of a re-entrant checkpoint, lives on.
+    """A backward pass raises on every rank, on rank 0 after all its gradients were made. The gradients count, as in
+    torch, and the pass counts as a round. The graph, with the node of a re-entrant checkpoint, stays alive.
     """
     params, optimizer = zeros(rank, find_unused_parameters=True)
     leaf, factor = (torch.ones((), device=rank.device, requires_grad=True) for _ in range(2))
@@ -125,14 +125,13 @@ def test_passes_after_one_that_failed(rank, checkpointed):
 
     def uses(factor):
         return sum(params[i].sum() for i in ([5] if rank.rank else range(6))) * factor
-
     loss = failing + (checkpoint(uses, factor, use_reentrant=True) if checkpointed else uses(factor))
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     backward(params, [0] if rank.rank else None)
     dist.all_reduce(torch.ones((), device=rank.device))
     optimizer.step()
-    assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
+    assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))  # the last one, then the first
 
 
 @on_ranks(3)
@@ -142,11 +141,11 @@ def test_messages_of_two_optimizers_do_not_mix(rank):
     On gloo, where messages have tags: NCCL's collectives must have one order on all ranks, DDP's too.
     """
     rank, group = of_cpus(rank)
-    both = [zeros(rank, n=2, process_group=group) for _ in range(2)]
-    losses = [sum(param.sum() * (i + 1) for param in params) for i, (params, _) in enumerate(both)]
+    pairs = [zeros(rank, n=2, process_group=group) for _ in range(2)]
+    losses = [sum(param.sum() * (i + 1) for param in params) for i, (params, _) in enumerate(pairs)]
     for loss in (losses[::-1] if rank.rank else losses):
         loss.backward()
-    for i, (params, optimizer) in enumerate(both):
+    for i, (params, optimizer) in enumerate(pairs):
         optimizer.step()
         assert moved_by(params, [[i + 1] * 2])
 
@@ -154,32 +153,32 @@ def test_messages_of_two_optimizers_do_not_mix(rank):
 @on_ranks(2)
 def test_gloo_by_another_name_sums_in_fp32_too(rank):
     torch.manual_seed(rank.rank)
-    values, found = torch.randn(99, dtype=torch.bfloat16), []
+    values, sums = torch.randn(99, dtype=torch.bfloat16), []
     for backend in ("gloo", "cpu:gloo"):
         params = [torch.nn.Parameter(torch.zeros(99, dtype=torch.bfloat16)) for _ in range(2)]
         optimizer = DistributedOptimizer(params, process_group=dist.new_group(backend=backend))
         ((params[0] + params[1]) * values).sum().backward()
         optimizer.finish_grad_sync()
-        found.append(torch.cat([bucket.gradient.shard for bucket in optimizer.buckets]))
-    assert torch.equal(*found) and not torch.equal(found[0], found[0].bfloat16().float())
+        sums.append(torch.cat([bucket.gradient.shard for bucket in optimizer.buckets]))
+    assert torch.equal(*sums) and not torch.equal(sums[0], sums[0].bfloat16().float())
 
 
 # ------------------------------------------------------------------------------------ a step that waits for no device
 
 
-ASKS = {getattr(torch.Tensor, name) for name in (
+READS_A_VALUE = {getattr(torch.Tensor, name) for name in (
     "item", "tolist", "numpy", "cpu", "nonzero", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__",
     "__index__", "__contains__", "__array__")} | {torch.equal, torch.allclose, torch.nonzero, torch.is_nonzero}
 
 
 class OnADevice(TorchFunctionMode):
     """Pretend tensors are on a GPU, with NCCL: raise where Python reads a value, because that would wait. With --gpu
-    torch looks itself. Tensors from torch.tensor(…) count as host memory until a message of the GPU's group has them.
-    `groups`: the groups of hosts that were made.
+    torch looks itself. Tensors from torch.tensor(…) count as host memory until an all-reduce of the GPU's group uses
+    them. `groups`: the host groups that rounds.py has made.
     """
 
     def __enter__(self):
-        self.of_host, self.groups = {}, weakref.WeakKeyDictionary()  # id -> tensor; process group -> group
+        self.of_host, self.groups = {}, weakref.WeakKeyDictionary()  # id -> tensor; process group -> gloo's
         self.patches = contextlib.ExitStack()
         for module, name, value in [(rounds, "backends_of", lambda _: {"cuda": "nccl"}),
                                     (rounds, "HOST_GROUPS", self.groups), (dist, "all_reduce", self.all_reduce)]:
@@ -194,7 +193,7 @@ class OnADevice(TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in ASKS and not torch.cuda.is_available() and id(args[0]) not in self.of_host:
+        if function in READS_A_VALUE and not torch.cuda.is_available() and id(args[0]) not in self.of_host:
             raise AssertionError(f"{function.__name__} waits for the device")
         result = function(*args, **(kwargs or {}))
         if function is torch.tensor:
@@ -209,7 +208,7 @@ class OnADevice(TorchFunctionMode):
 
 @on_ranks(3)
 def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
-    """Beside NCCL. `new_group` would name the group after how many its rank is in already, and wait for the others."""
+    """`new_group` would name it after the number of groups that its rank is in, and wait for the others for ever."""
     rank, group = of_cpus(rank)
     if rank.rank == 0:
         alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
@@ -218,34 +217,36 @@ def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
         for _ in range(2):
             backward(params)
             optimizer.step()
-    (of_host,) = device.groups.values()
-    assert of_host.name() == "gloo" and of_host.size() == 3 and moved_by(params, [[2] * 6])
+    (host_group,) = device.groups.values()
+    assert host_group.name() == "gloo" and host_group.size() == 3 and moved_by(params, [[2] * 6])
     if rank.rank == 0:
         dist.destroy_process_group(alone)
 
 
 @on_ranks(2, stage=STAGES[2:], kind=["plain", "16 bits", "prefetched", "unused"])
 def test_no_step_waits_for_the_device(rank, stage, kind):
-    """As on a GPU, where the process group is NCCL's: the host runs ahead, and a CUDA graph can take the step."""
-    model, is_4 = Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32), stage == STAGES[3]
+    """Check as on a GPU with NCCL: the host runs ahead, and a CUDA graph can take the step."""
+    is_stage_4, model = stage == STAGES[3], Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32)
     params = trainable(model)
-    optimizer = optimizer_of(stage)(params, lr=0.01, fused=True, **({"find_unused_parameters": True} if is_4 else {}))
-    if is_4 and kind == "prefetched":
+    own = {"find_unused_parameters": True} if is_stage_4 else {}
+    optimizer = optimizer_of(stage)(params, lr=0.01, fused=True, **own)
+    if kind == "prefetched" and is_stage_4:
         optimizer.prefetch_params(model)
     before = [param.detach().clone() for param in params]
-    batches = [[one.to(model.scale.dtype) for one in batch(step, rank.rank)] for step in range(5)]
+    batches = [[tensor.to(model.scale.dtype) for tensor in batch(step, rank.rank)] for step in range(5)]
     with OnADevice() as device:
         for x, y in batches:
             for micro_batch in range(2):
                 with optimizer.no_sync() if kind == "plain" and not micro_batch else contextlib.nullcontext():
-                    (loss_of(model, x, y) if kind != "unused" or micro_batch else model.scale.square()).backward()
+                    loss = model.scale.square() if kind == "unused" and not micro_batch else loss_of(model, x, y)
+                    loss.backward()
             optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             optimizer.zero_grad()
         after = [param.detach().clone() for param in params]
-        if is_4 and kind == "plain":  # one that is missing on one rank is an error on every rank, and changes nothing
+        if is_stage_4 and kind == "plain":  # a gradient missing on one rank: an error on every rank, without a change
             optimizer.find_unused_parameters = False
             backward(params[rank.rank :])
             assert "no gradient on some rank for parameter 0 of group 0: " in error_of(optimizer.step)
     assert all(map(torch.equal, after, params)) and not any(map(torch.equal, before, params))
-    assert len(device.groups) == is_4 and None not in device.groups.values()
+    assert len(device.groups) == (1 if is_stage_4 else 0) and None not in device.groups.values()
