@@ -10,7 +10,6 @@ import torch
 from checkpoint import load, save
 from harness import train
 from harness.gpt import GPT, MODELS
-from harness.train import checkpoints_in
 from tests.checkpoint import flip_a_bit
 from tests.common import STAGES, on_ranks
 from tests.harness.faults import end_equally
@@ -153,7 +152,7 @@ def test_with_force_the_settings_of_the_command_are_taken(tmp_path):
     def groups_of_last():
         model = GPT(MODELS["nano"])
         optimizer = torch.optim.AdamW(model.parameters())
-        load(checkpoints_in(tmp_path / "run")[0], model, optimizer)
+        load(train.checkpoints_in(tmp_path / "run")[0], model, optimizer)
         return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert run(1, "text").code == run(2, "same").code == 0
     assert re.search(r"text is 1200 bytes with checksum \w{8}, the run's is 1200 bytes with checksum \w{8}: --force",
