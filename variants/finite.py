@@ -50,10 +50,9 @@ class CheckedOptimizer(OverlapOptimizer):
 
     def step_own(self):
         self.finish_param_sync()
-        if self.has_bad_grads:
-            self.n_skipped += 1
-        else:
+        if not self.has_bad_grads:
             super().step_own()
+        self.n_skipped += int(self.has_bad_grads)
         self.has_bad_grads = False
 
     def zero_grad(self, set_to_none=True):

@@ -37,9 +37,7 @@ def owners(groups, world_size):
             owner_of[param] = totals.index(min(totals))
             totals[owner_of[param]] += cost_of[param]
         return max(totals), owner_of
-    largest, owner_of = dealt(cost_of)
-    other_largest, other_owner_of = dealt(sorted(cost_of, key=cost_of.get, reverse=True))
-    return owner_of if largest <= other_largest else other_owner_of
+    return min(dealt(cost_of), dealt(sorted(cost_of, key=cost_of.get, reverse=True)), key=lambda result: result[0])[1]
 
 
 class UnevenTransport(Transport):
@@ -63,17 +61,15 @@ UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # GlooTransport
 class WholeBucket(Bucket):
     def place(self, alignment):
         """Lay out rank after rank, `lengths` elements of each: what a rank owns lies together."""
-        self.lengths = [0] * self.transport.world_size
         owners = [self.transport.owner_of[param] for param in self.params]
-        offsets = []
+        self.lengths, offsets = [0] * self.transport.world_size, []
         for tensor, owner in zip(self.tensors, owners):
             offsets.append(self.lengths[owner])
             self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
         self.numel = sum(self.lengths)
         self.starts = [sum(self.lengths[:owner]) + offset for owner, offset in zip(owners, offsets)]
-        self.ranges = [Range(index, 0, tensor.numel(), offset)
-                       for index, (tensor, owner, offset) in enumerate(zip(self.tensors, owners, offsets))
-                       if owner == self.transport.rank]
+        self.ranges = [Range(index, 0, self.tensors[index].numel(), offset)
+                       for index, (owner, offset) in enumerate(zip(owners, offsets)) if owner == self.transport.rank]
 
     def shards_of(self, flat):
         return flat.split(self.lengths)
@@ -95,8 +91,7 @@ class WholeBuffer(BucketBuffer):
             self.received = self.sent.new_zeros(max(sizes))
             for bucket, n_bytes in zip(buckets, sizes):
                 slots, sent, _ = self.places[bucket]
-                received = self.received[:n_bytes].view(self.wire_dtype(bucket))
-                self.places[bucket] = slots, sent, received.view(d, -1)
+                self.places[bucket] = slots, sent, self.received[:n_bytes].view(self.wire_dtype(bucket)).view(d, -1)
 
 
 class ShardedOptimizer(BucketByBucket):
