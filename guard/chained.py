@@ -14,8 +14,8 @@ from .guarded import mean_loss
 from .scaling import clip_grads, gather_scalar
 
 
-def of_each(name):
-    """Return a method that calls the method `name` of each optimizer that has it, and returns their lists as one."""
+def method_of_each(name):
+    """Return a method that calls `name` of each optimizer that has it, and joins the lists that these calls return."""
     def method(self, *args, **kwargs):
         methods = [getattr(optimizer, name) for optimizer in self.optimizers if hasattr(optimizer, name)]
         return [item for call in methods for item in call(*args, **kwargs) or ()]
@@ -40,30 +40,30 @@ class Chained(OptimizerList):
 
     Process groups may differ: experts, for example, have a smaller group (and `average_over`, see docs/experts.md), and
     ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. One group
-    contains all others, and every rank has an optimizer of that group.
+    must contain all others, and every rank must have an optimizer of that group.
 
     Raises:
-        ValueError: no group includes all the others, so it can't be known which ranks have the same parameters.
+        ValueError: no group contains all others, so it can't be known which ranks have the same parameters.
     """
 
     def __init__(self, *optimizers):
         super().__init__(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
-        agreeing = [getattr(optimizer, "_agreement_group", None) or group
-                    for optimizer, group in zip(optimizers, groups)]
-        self._agreement_group = max(agreeing, key=dist.get_world_size)  # over which a closure's loss is averaged
-        ranks = dist.get_process_group_ranks(self.process_group)
-        # hybrid has the same parameters across its groups
-        ranks_of_each = [ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
+        agreement_groups = [getattr(optimizer, "_agreement_group", None) or group
+                            for optimizer, group in zip(optimizers, groups)]
+        self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # a closure's loss is averaged over it
+        all_ranks = dist.get_process_group_ranks(self.process_group)
+        # variants/hybrid.py has the same parameters across its groups
+        ranks_of_each = [all_ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
                          for optimizer, group in zip(optimizers, groups)]
-        self.n_ranks = [len(part) for part in ranks_of_each]
-        if not all(set(part) <= set(ranks) for part in ranks_of_each):
+        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # how many have the norm of each optimizer
+        if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
 
-    finish_grad_sync, zero_grad = of_each("finish_grad_sync"), of_each("zero_grad")
-    prefetch_params, finish_param_sync = of_each("prefetch_params"), of_each("finish_param_sync")  # of stage 4
+    finish_grad_sync, zero_grad = map(method_of_each, ("finish_grad_sync", "zero_grad"))
+    prefetch_params, finish_param_sync = map(method_of_each, ("prefetch_params", "finish_param_sync"))  # of stage 4
 
     def step(self, closure=None):
         """Average all gradients first, or the second optimizer's messages would queue behind the first's parameters.
@@ -72,8 +72,9 @@ class Chained(OptimizerList):
         """
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
+        arguments = [] if closure is None else [lambda: loss]  # not every step() takes a closure
         for optimizer in self.optimizers:
-            optimizer.step() if closure is None else optimizer.step(lambda: loss)
+            optimizer.step(*arguments)
         return loss
 
     def add_param_group(self, group):
@@ -81,7 +82,7 @@ class Chained(OptimizerList):
 
     def scale_grads_(self, factor):
         """Multiply all averaged gradients by `factor`, as each optimizer does."""
-        self.finish_grad_sync(factor=factor)
+        self.finish_grad_sync(factor=factor)  # stage 4 compares `factor` between the ranks
         for optimizer in self.optimizers:
             optimizer.scale_grads_(factor)
 
@@ -96,7 +97,8 @@ class Chained(OptimizerList):
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
         """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. Collective.
 
-        A norm that n ranks have counts as n equal shares, because other ranks may have other optimizers.
+        Ranks may have different optimizers. So where n ranks have the norm of an optimizer, each adds 1/n of its p-th
+        power (p = norm_type).
 
         Returns the norm before clipping, a scalar tensor. Raises what an optimizer's `clip_grad_norm_` raises.
         """
@@ -110,12 +112,12 @@ class Chained(OptimizerList):
 
     # ------------------------------------------------------------------------------------ what checkpoint/ uses
 
-    optimizer = property(lambda self: Inner(part.optimizer for part in self.optimizers))
+    optimizer = property(lambda self: InnerOptimizers(part.optimizer for part in self.optimizers))
     has_grads = property(lambda self: any(part.has_grads for part in self.optimizers))
     rank = property(lambda self: self.optimizers[0].rank)
-    pass_on_hyperparameters = of_each("pass_on_hyperparameters")
-    refuse_different_settings = of_each("refuse_different_settings")
-    pieces = of_each("pieces")
+    pass_on_hyperparameters = method_of_each("pass_on_hyperparameters")
+    refuse_different_settings = method_of_each("refuse_different_settings")
+    pieces = method_of_each("pieces")
 
     def state_dict(self):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
@@ -125,8 +127,8 @@ class Chained(OptimizerList):
             optimizer.load_state_dict(state)
 
 
-class Inner(OptimizerList):
-    """The inner optimizers, as one."""
+class InnerOptimizers(OptimizerList):
+    """The inner optimizers of Chained, as one."""
 
     def state_dict(self):
         """Return a state_dict without states, in which parameters are numbered through all optimizers."""
@@ -136,9 +138,8 @@ class Inner(OptimizerList):
         return {"state": {}, "param_groups": groups}
 
     def load_state_dict(self, state_dict):
-        groups = iter(state_dict["param_groups"])
+        remaining_groups, states = iter(state_dict["param_groups"]), state_dict["state"]
         for optimizer in self.optimizers:
-            own = list(itertools.islice(groups, len(optimizer.param_groups)))
-            places = {place for group in own for place in group["params"]}
-            state = {place: entry for place, entry in state_dict["state"].items() if place in places}
-            optimizer.load_state_dict({"state": state, "param_groups": own})
+            groups = list(itertools.islice(remaining_groups, len(optimizer.param_groups)))
+            state = {place: states[place] for group in groups for place in group["params"] if place in states}
+            optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -20,13 +20,13 @@ def all_params(optimizer):
 
 
 def named_params(groups):
-    """Return [(name, parameter), …] for messages. Without names in the groups, a parameter is named by its place."""
+    """Return [(name, parameter), …] for messages: a parameter's own name if the groups have names, else its place."""
     return [(group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
             for g, group in enumerate(groups) for i, param in enumerate(group["params"])]
 
 
 def name_of(param, groups):
-    return next(name for name, named in named_params(groups) if named is param)
+    return next(name for name, other_param in named_params(groups) if other_param is param)
 
 
 def hyperparameters(group):
@@ -40,64 +40,66 @@ def copy_hyperparameters(sources, targets):
         target.update(hyperparameters(source))
 
 
-def spread_over(param):
+def mesh_groups_of(param):
     """Return the process groups over which the elements of a DTensor are spread; for any other tensor, ()."""
     placements = enumerate(getattr(param, "placements", ()))
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 def settings_of(groups):
-    """Return {name such as "lr of group 0" or "betas[1] of group 0": number or text}: see `comparable`."""
+    """Return {"lr of group 0": number, "betas[1] of group 0": number, …}; see `comparable_settings`."""
     settings = {}
     for g, group in enumerate(groups):
         for key, value in hyperparameters(group).items():
-            is_sequence = isinstance(value, (tuple, list))
-            for place, part in enumerate(value if is_sequence else [value]):
-                name = f"{key}[{place}]" if is_sequence else key
-                settings[f"{name} of group {g}"] = part
-    return comparable(settings)
+            if isinstance(value, (tuple, list)):
+                settings.update({f"{key}[{i}] of group {g}": part for i, part in enumerate(value)})
+            else:
+                settings[f"{key} of group {g}"] = value
+    return comparable_settings(settings)
 
 
-def comparable(settings):
-    """Return those of `settings` that all ranks can compare, {name: number or text}.
+def comparable_settings(settings):
+    """Return those of `settings` that ranks can compare: name -> number or text.
 
-    Only plain values and one-element CPU tensors: reading a tensor on a GPU would wait for the GPU.
+    These are plain values and one-element CPU tensors. A tensor on a GPU isn't compared: reading it would wait for it.
     """
     plain = {}
     for name, value in settings.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = value.item()
-        if isinstance(value, str):
-            plain[name] = value
-        elif isinstance(value, numbers.Real):
-            plain[name] = float(value)
+        if isinstance(value, (str, numbers.Real)):
+            plain[name] = value if isinstance(value, str) else float(value)
     return plain
 
 
 def checksum_of(settings):
-    """Return 31 bits, which fit an int32. Floats count with nine digits, because cosines differ between CPUs."""
+    """Return a checksum of 31 bits, which fits a signed int32, and so does its negative.
+
+    Floats count with nine digits, because a cosine schedule may differ in the last bit between two CPUs.
+    """
     values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in settings.values()]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
 
 def first_difference(settings, process_group):
-    """Say what differs by more than rounding, on rank 0 and on which other rank, or return None. Collective.
+    """Name a setting that differs between rank 0 and another rank, with both values; None if there is none. Collective.
 
-    `settings`: of this rank, by name.
+    Floats may differ by rounding. `settings`: this rank's, name -> number or text.
     """
     by_rank = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(by_rank, settings, group=process_group)
     for rank, settings_of_rank in enumerate(by_rank):
         for name in by_rank[0] | settings_of_rank:
             first, other = by_rank[0].get(name), settings_of_rank.get(name)
-            are_floats = isinstance(first, float) and isinstance(other, float)
-            if first != other and not (are_floats and math.isclose(first, other, rel_tol=1e-6)):
+            are_close = {type(first), type(other)} == {float} and math.isclose(first, other, rel_tol=1e-6)
+            if first != other and not are_close:  # by more than rounding
                 return f"{name} is {first} on rank 0 and {other} on rank {rank}"
     return None
 
 
 def error_if_settings_differ(settings, process_group):
-    """Return a RuntimeError, on every rank, if the settings of the ranks differ, or None. Collective."""
+    """Return on every rank a RuntimeError if the settings of the ranks differ, or else None. Collective."""
     if difference := first_difference(settings, process_group):
         return RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the average of all "
                             "losses), or take an optimizer that writes the same")
+    return None

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
-from .hooks import given_loss, untraced, without_global_hooks
+from .hooks import closure_returns, untraced, without_global_hooks
 from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
@@ -39,7 +39,7 @@ class Guarded(torch.optim.Optimizer):
     _takes_dtensors = _takes_channels_last = False
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
-    _n_steps = 0  # since the shards were made, or of the state_dict that was loaded
+    _n_steps = 0  # since the shards were made; the count in a state_dict that is loaded goes on
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
@@ -51,7 +51,7 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _agreement_group(self):
-        """Return the group of all ranks that train the model. In variants/hybrid.py several groups have its shards."""
+        """Return the group of all ranks that train the model. In variants/hybrid.py several groups share it out."""
         return self.process_group
 
     @torch.no_grad()
@@ -72,14 +72,15 @@ class Guarded(torch.optim.Optimizer):
             for group in groups:
                 self.optimizer.add_param_group({**hyperparameters(group), "params": []})
         for group in self.optimizer.param_groups[n_before:]:
-            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)  # Adagrad's: torch < 2.13 forgets it
-        # Autograd doesn't see the broadcast; now it refuses a graph that has read the old values.
+            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
+            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)
+        # Autograd doesn't see the broadcast. With a new version it refuses a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
         self._note_shards()
 
     def _watch_shards(self, groups):
-        """Do nothing."""
+        """Do nothing; a stage may define it."""
 
     def _note_shards(self):
         # Both are -1 on a rank that is in no process group since reshard().
@@ -89,7 +90,7 @@ class Guarded(torch.optim.Optimizer):
         self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
-        """Take the shards of this rank in `process_group`, without state, after its own were given up."""
+        """Take the shards of this rank in `process_group`, without state, after the old shards were given up."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()
         self.process_group, self._n_steps = process_group, 0
@@ -120,9 +121,9 @@ class Guarded(torch.optim.Optimizer):
         if grad_scaler is not None and found_inf(self, grad_scaler):
             self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
             return loss
-        self._states.adopt_whole()
+        self._states.cut_whole_tensors()
         self._take_model_changes()
-        with without_global_hooks(), given_loss(self.optimizer, closure, loss):  # the phases of the core's step
+        with without_global_hooks(), closure_returns(loss, self.optimizer, closure):  # the phases of the core's step
             self.step_own()
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
         self.sync_params()
@@ -200,15 +201,18 @@ class Guarded(torch.optim.Optimizer):
         return all_params(self.optimizer)
 
     def pieces(self):
-        """Return [(param, start, stop, main), …]: this rank updates flat elements start to stop of param as `main`."""
+        """Return [(param, start, stop, main), …]: flat elements start:stop of `param` are updated here, as `main`."""
         with torch.no_grad():
             self._take_model_changes()
-            self._states.adopt_whole()
+            self._states.cut_whole_tensors()
         return list(self._owned_ranges())
 
     @property
     def state(self):
-        """State by parameter, of what this rank updates: flat pieces in stages 3 and 4. An assigned dict is copied."""
+        """Return the state of what this rank updates, by parameter; of flat pieces in stages 3 and 4.
+
+        A dict that is assigned is copied.
+        """
         return self._states
 
     @state.setter
@@ -217,7 +221,7 @@ class Guarded(torch.optim.Optimizer):
             self._states.replace(state)
 
     def state_dict(self):
-        """Return this rank's part of the state, without communication. Load it on the same rank of as many ranks.
+        """Return this rank's part of the state, without communication. Load it on the same rank, with as many ranks.
 
         Each key says which part of which parameter it is. `checkpoint.full_state_dict` returns the whole state.
         """
@@ -234,21 +238,21 @@ class Guarded(torch.optim.Optimizer):
 
         Raises:
             ValueError: on every rank, before anything is changed, if on any rank the state_dict comes from another
-                rank, another number of ranks, other shards or another optimizer, or can't be loaded; or if those of
-                the ranks have different hyperparameters, or are of different steps.
+                rank, another number of ranks, other shards or another optimizer, or can't be loaded; or if the
+                state_dicts of the ranks have different hyperparameters, or are of different steps.
         """
         error, settings = None, {}
         try:
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, dict(state_dict)) or state_dict
-            parts, loaded = state_for_rank(self, state_dict)
-            settings = {**settings_of(loaded.param_groups), "n_steps": float(state_dict.get("n_steps", 0))}
+            main_params, loaded_inner = state_for_rank(self, state_dict)
+            settings = {**settings_of(loaded_inner.param_groups), "n_steps": float(state_dict.get("n_steps", 0))}
         except Exception as refusal:
             error = refusal
         agree(error, settings, self._agreement_group, all_params(self)[0].device)
-        for main, saved in parts:
+        for main, saved in main_params:
             main.copy_(saved)
-        vars(self.optimizer).update(vars(loaded))
+        vars(self.optimizer).update(vars(loaded_inner))
         self._n_steps = state_dict.get("n_steps", 0)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -271,21 +275,20 @@ class Guarded(torch.optim.Optimizer):
     # tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        for kind in cls.__mro__:  # a class that is built like any optimizer is no wrapper: undo __init_subclass__
-            for name in [name for name, value in vars(kind).items() if isinstance(value, OfTheOptimizer)]:
+        for kind in cls.__mro__:  # a class that is instantiated is no wrapper: those assign to __class__
+            for name in [name for name, value in vars(kind).items() if isinstance(value, ForwardedAttribute)]:
                 delattr(kind, name)
         optimizer = super().__new__(cls)
-        optimizer._itself = weakref.ref(optimizer)  # wrappers hand attributes on, or copy them
+        optimizer._itself = weakref.ref(optimizer)  # a wrapper reads our attributes, or has copies of them
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
-        """Let `cls` forward our attributes if our class comes after another base: then it may be a wrapper."""
+        """Forward our attributes if our class comes after another base, because `cls` may be a wrapper then."""
         super().__init_subclass__(**kwargs)
-        for base in cls.__bases__[1:]:
-            if issubclass(base, Guarded):
-                for name in dir(base):
-                    if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
-                        setattr(cls, name, OfTheOptimizer(name, getattr(base, name)))
+        for base in [base for base in cls.__bases__[1:] if issubclass(base, Guarded)]:
+            for name in dir(base):
+                if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
+                    setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
 
 
 def mean_loss(optimizer, closure, process_group):
@@ -304,13 +307,13 @@ def mean_loss(optimizer, closure, process_group):
 Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step"  # in the error of a wrong argument
 
 
-class OfTheOptimizer(property):
+class ForwardedAttribute(property):
     """Forwards an attribute of a wrapper to the wrapped optimizer."""
 
-    def __init__(self, name, of_class):
+    def __init__(self, name, attribute_of_class):
         super().__init__(lambda wrapper: getattr(wrapper._itself(), name),
                          lambda wrapper, value: setattr(wrapper._itself(), name, value))
-        self.of_class = of_class
+        self.attribute_of_class = attribute_of_class
 
     def __get__(self, wrapper, kind=None):  # the class itself has the attribute, which a program may patch
-        return self.of_class if wrapper is None else super().__get__(wrapper, kind)
+        return self.attribute_of_class if wrapper is None else super().__get__(wrapper, kind)

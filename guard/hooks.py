@@ -16,7 +16,7 @@ import torch._dynamo  # early, because torch would import it with its first opti
 from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None if nothing is being compiled
+active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None if nothing is being compiled
 
 
 def untraced(function):
@@ -27,18 +27,18 @@ def untraced(function):
     @skip
     @functools.wraps(function)  # so that it can be pickled, with a model that has it as a hook
     def without_compiler(*args, **kwargs):
-        return (function if compiler() is None else torch.compiler.disable(function))(*args, **kwargs)
+        return (function if active_compiler() is None else torch.compiler.disable(function))(*args, **kwargs)
 
     return without_compiler
 
 
-def hook_gradient(param, method, takes=False):
-    """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. Return the handle.
+def hook_gradient(param, method, takes_gradient=False):
+    """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. Returns a handle.
 
-    The hook holds that object weakly. A frozen parameter gets the hook too, since it may be unfrozen later.
+    The hook holds the optimizer or buffer weakly. A frozen parameter gets it too, since it may be unfrozen later.
 
-    takes: `method` takes the gradient out of `param.grad`. Then hooks of earlier optimizers that do so, of any stage,
-        are removed, or this one would find no gradient.
+    takes_gradient: `method` takes the gradient out of `param.grad`. Hooks of earlier optimizers that do so, of any
+        stage, are removed in any case, or `method` would find no gradient.
     """
     # Not weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
@@ -47,12 +47,12 @@ def hook_gradient(param, method, takes=False):
     def hook(param):
         owner = weak_owner()
         if owner is not None:
-            (function if compiler() is None else torch.compiler.disable(function))(owner, param)
+            (function if active_compiler() is None else torch.compiler.disable(function))(owner, param)
 
-    hook.takes_gradient, hook.owner = takes, weak_owner
+    hook.takes_gradient, hook.owner = takes_gradient, weak_owner
     hooks = param._post_accumulate_grad_hooks or {}
-    for key, other in list(hooks.items()):  # a copy: a dropped optimizer removes its own hooks, at any moment
-        if getattr(other, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute
+    for key, old_hook in list(hooks.items()):  # a copy: a dropped optimizer removes its own hooks, at any moment
+        if getattr(old_hook, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute
             hooks.pop(key, None)
     vars(param).pop("main_grad", None)  # the gradient of an earlier stage 3
     requires_grad = param.requires_grad
@@ -62,44 +62,45 @@ def hook_gradient(param, method, takes=False):
 
 
 @contextlib.contextmanager
-def given_loss(optimizer, closure, loss):
-    """Give `optimizer.step` a closure that returns `loss`, if our step was given a closure.
+def closure_returns(loss, optimizer, closure):
+    """Let `optimizer.step` get a closure that returns `loss`, if it takes one and the user has given `closure`.
 
-    Some classes compute with the loss, as Polyak's step size does. A class that calls its closure again would find the
-    same gradients, which is an error.
+    A class may compute with the loss, as Polyak's step size does. One that calls its closure again would find the same
+    gradients, so that is an error.
     """
     if closure is None or "closure" not in inspect.signature(type(optimizer).step).parameters:
         yield
         return
-    step, before = optimizer.step, vars(optimizer).copy()
+    step, step_of_instance = optimizer.step, vars(optimizer).get("step")  # somebody may have wrapped the method
 
     def step_with_loss():
         losses = [loss]
 
-        def of_before():
+        def loss_once():
             if not losses:
                 raise RuntimeError(f"{type(optimizer).__name__} calls its closure again in one step, and gradients are "
                                    "averaged only once: no stage can step it with a closure")
             return losses.pop()
 
-        return step(of_before)
+        return step(loss_once)
 
     optimizer.step = step_with_loss
     try:
         yield
     finally:
         del optimizer.step
-        vars(optimizer).update({"step": before["step"]} if "step" in before else {})
+        if step_of_instance is not None:
+            optimizer.step = step_of_instance
 
 
 @contextlib.contextmanager
 def without_global_hooks():
     """Let hooks of register_optimizer_step_post_hook() run for our own step only, not for the inner optimizer's."""
-    saved = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
-    for hooks, _ in saved:
+    copies = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for hooks, _ in copies:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in saved:
-            hooks.update(before)
+        for hooks, copy_of_hooks in copies:
+            hooks.update(copy_of_hooks)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from .groups import checksum_of, first_difference, named_params, settings_of
 
 
-class Parsed(torch.optim.Optimizer):
-    """Lets torch read parameters. It is a class of its own, because torch changes a class that it instantiates."""
+class ParamsReader(torch.optim.Optimizer):
+    """Reads parameters as torch does. It is a class for this alone, because torch changes a class when it makes one."""
 
 
 def checked_groups(optimizer, params, settings):
-    """Return `params` as parameter groups with all hyperparameters, or raise on every rank. Collective.
+    """Return `params` as parameter groups with all hyperparameters, or raise an error on every rank. Collective.
 
     Args:
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
@@ -38,9 +38,9 @@ def checked_groups(optimizer, params, settings):
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, error, device = [], None, next(iter(backends_of(process_group)))
     try:
-        if isinstance(params, (set, frozenset)):  # torch refuses sets in groups alone
+        if isinstance(params, (set, frozenset)):  # torch refuses a set only where it is in a group
             raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
-        groups = Parsed(params, optimizer.make_optimizer([{"params": []}]).defaults).param_groups
+        groups = ParamsReader(params, optimizer.make_optimizer([{"params": []}]).defaults).param_groups
         named = named_params(groups)
         if not named:  # as in torch, one group may be empty, but not all
             raise ValueError("the parameter list is empty: pass model.parameters()")
@@ -54,6 +54,7 @@ def checked_groups(optimizer, params, settings):
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
+            # Each under a key of its own. An error shows the value, which has the name.
             settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
         settings.update(settings_of(groups))
     except Exception as refusal:
@@ -90,20 +91,21 @@ def check_params(named, takes_dtensors):
 
 def check_memory(named, takes_channels_last):
     """Refuse gaps, and parameters that share memory: they would be updated as two, but written back as one."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d} if takes_channels_last else {}
     for name, tensor in named:
-        layout = takes_channels_last and {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-        if not (tensor.is_contiguous() or layout and tensor.is_contiguous(memory_format=layout)):  # as NCCL does
+        layouts = torch.contiguous_format, channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
+        if not any(tensor.is_contiguous(memory_format=layout) for layout in layouts):
             raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
     # data_ptr() is 0 for empty tensors and on the meta device
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
-    for (start, nbytes, name), (other_start, _, other) in zip(spans, spans[1:]):
-        if other_start < start + nbytes:
-            raise ValueError(f"parameters {name} and {other} share memory: pass each one once, and tie as one "
+    for (start, nbytes, name), (next_start, _, next_name) in zip(spans, spans[1:]):
+        if next_start < start + nbytes:
+            raise ValueError(f"parameters {name} and {next_name} share memory: pass each one once, and tie as one "
                              "torch.nn.Parameter")
 
 
 def divisor_of(average_over, n_ranks):
-    """Return what gradients are divided by: `average_over`, or that group's size; `n_ranks` if it is None."""
+    """Return what gradients are divided by: the number `average_over`, or the size of that group; None: `n_ranks`."""
     if average_over is None:
         return n_ranks
     number = average_over.size() if isinstance(average_over, dist.ProcessGroup) else average_over
@@ -113,6 +115,7 @@ def divisor_of(average_over, n_ranks):
 
 
 def data_replaced(name):
+    """Return the error for a parameter whose memory is no longer what this optimizer updates."""
     return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), share_memory(), "
                         "vector_to_parameters() or another optimizer, and this one steps the old: write into it with "
                         "copy_(), or build the optimizer afterwards")
@@ -121,14 +124,14 @@ def data_replaced(name):
 def agree(error, settings, process_group, device):
     """Raise on every rank if one of them has an `error`, or if they have different `settings`. Collective."""
     checksum = checksum_of(settings)
-    report = torch.tensor([error is not None, checksum, -checksum], device=device)  # all are equal if max is min
+    report = torch.tensor([error is not None, checksum, -checksum], device=device)  # -max(-checksum) is the smallest
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if failed:
         errors = [None] * dist.get_world_size(process_group)
-        # A class of another library may not be there, or take other arguments: the others raise Python's own.
+        # The other ranks raise a class of Python: one of another library may be missing there, or take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
-        dist.all_gather_object(errors, error and (kind, str(error)), group=process_group)
+        dist.all_gather_object(errors, None if error is None else (kind, str(error)), group=process_group)
         rank, (kind, text) = next((rank, error) for rank, error in enumerate(errors) if error)
         raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):

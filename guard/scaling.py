@@ -33,7 +33,7 @@ def total_norm(optimizer, norm_type):
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
     norms, by_parameter = [], optimizer.state
-    for groups, mains in by_parameter.mains_over.items():
+    for groups, mains in by_parameter.main_params_by_mesh_groups.items():
         # torch's norm of an empty list would be on the CPU.
         grads = [main.grad for main in mains if main.grad is not None] or [torch.zeros(1, device=by_parameter.device)]
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(by_parameter.norm_dtype)
@@ -41,7 +41,7 @@ def total_norm(optimizer, norm_type):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
-    for group in dict.fromkeys(group for groups in by_parameter.mains_over for group in groups):
+    for group in dict.fromkeys(group for groups in by_parameter.main_params_by_mesh_groups for group in groups):
         norm = gather_scalar(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
     return norm
 
@@ -81,7 +81,7 @@ def found_inf(optimizer, grad_scaler):
     if grads:
         factor = torch.ones_like(scale) if is_unscaled else scale.double().reciprocal().float()  # as unscale_() does
         torch._amp_foreach_non_finite_check_and_unscale_(grads, is_inf, factor)
-    mesh_groups = [group for groups in optimizer.state.mains_over for group in groups]
+    mesh_groups = [group for groups in optimizer.state.main_params_by_mesh_groups for group in groups]
     for group in dict.fromkeys([optimizer.process_group, *mesh_groups]):
         dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=group)
     state["found_inf_per_device"] = {is_inf.device: is_inf}  # GradScaler.update() reads it

@@ -54,14 +54,14 @@ def schema_of(make_optimizer, current, saved, shape, dtype, device) -> Schema | 
     None: the class can't update one parameter alone. Raises ValueError: it can, but not with the hyperparameters
     `saved`.
     """
-    schema, reason = stepped(make_optimizer, {**current, **saved}, shape, dtype, device)
-    if schema is None and stepped(make_optimizer, current, shape, dtype, device)[0]:
+    schema, reason = try_step(make_optimizer, {**current, **saved}, shape, dtype, device)
+    if schema is None and try_step(make_optimizer, current, shape, dtype, device)[0]:
         raise ValueError(f"the optimizer can't step with the hyperparameters that were saved: {reason}")
     return schema
 
 
-def stepped(make_optimizer, options, shape, dtype, device):
-    """Step such a parameter. Returns (Schema, None), or (None, reason)."""
+def try_step(make_optimizer, options, shape, dtype, device):
+    """Step a parameter of this shape, dtype and device. Returns (Schema, None), or (None, reason of the failure)."""
     for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # some optimizers need real values
         try:
             group = copy.deepcopy(options)
@@ -74,11 +74,11 @@ def stepped(make_optimizer, options, shape, dtype, device):
                 return Schema(described(dict(optimizer.state[param])), from_start, tuple(shape)), None
         except Exception as failure:  # it needs a closure, matrices, …
             reason = reason_of(failure)
-    return None, reason.splitlines()[0][:200]
+    return None, reason.splitlines()[0][:200]  # torch's texts may have many lines
 
 
 def reason_of(failure):
-    """Return the text of a failure. Raises it again if it isn't the class's, such as running out of memory."""
+    """Return the text of a failure. Raises it again if it isn't the optimizer class's, as when memory runs out."""
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
     if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):  # a plain RuntimeError
         raise failure
@@ -86,13 +86,13 @@ def reason_of(failure):
 
 
 def lead_of(shape, like):
-    """Return the dimensions of `shape` before those of `like`, a parameter's; None if it doesn't end with them."""
+    """Return the leading dimensions of `shape`, before those of the parameter shape `like`; None: it has others."""
     n_lead = len(shape) - len(like)
     return tuple(shape[:n_lead]) if n_lead >= 0 and tuple(shape[n_lead:]) == tuple(like) else None
 
 
 def leaves(value, path=()):
-    """Iterate over (path, value) of everything in `value`; of a container, (path, class)."""
+    """Yield (path, value) of everything in `value`, or of a container (path, class) and then what is in it."""
     is_container = type(value) in (dict, *LISTS)
     yield path, type(value) if is_container else value
     if is_container:
@@ -104,27 +104,32 @@ def check_state(schema, state, like, name):
     """Raise ValueError unless a described `state` of a parameter of shape `like` is empty or fits the schema."""
     if schema is None or not (state or schema.from_start):
         return
-    expected, given = dict(leaves(schema.entries)), dict(leaves(state))
+    expected, actual = dict(leaves(schema.entries)), dict(leaves(state))
     if not isinstance(state, dict) or not schema.entries.keys() <= state.keys():
         expected_names, names = (", ".join(map(str, entries)) or "nothing" for entries in (schema.entries, state))
         raise ValueError(f"the state of {name} is of another optimizer: {names:.200}, this one keeps {expected_names}")
-    for path in {**expected, **given}:
+    for path in {**expected, **actual}:
         in_first_item = tuple(0 if type(key) is int else key for key in path)  # a list grows
-        entry, value = expected.get(path, expected.get(in_first_item, ANYTHING)), given.get(path)
+        entry, value = expected.get(path, expected.get(in_first_item, ANYTHING)), actual.get(path)
         if not fits(entry, value, schema.shape, like):
-            what = f"{'.'.join(map(str, path)):.60} in the state of {name}"
-            raise ValueError(f"{what} is of another optimizer: {value!s:.60}, not {entry!s:.60}")
+            place = f"{'.'.join(map(str, path)):.60} in the state of {name}"  # cut, because a file may hold anything
+            raise ValueError(f"{place} is of another optimizer: {value!s:.60}, not {entry!s:.60}")
 
 
-def fits(entry, value, base, like):
-    """Return whether `value` may take the place of an `entry`, of the parameter of shape `base` in the trial step."""
+def fits(entry, value, trial_shape, like):
+    """Return whether `value`, for a parameter of shape `like`, may take the place of `entry`.
+
+    A trial step of a parameter of `trial_shape` has made `entry`.
+    """
     if entry is ANYTHING or entry is None:
+        # Whatever is no tensor, a scalar, or of the parameter's shape, maybe stacked.
         return not isinstance(value, Spec) or not value.shape or lead_of(value.shape, like) is not None
     if not isinstance(entry, Spec) or not isinstance(value, Spec):
         are_numbers = isinstance(entry, numbers.Number) and isinstance(value, numbers.Number)
         is_container = isinstance(entry, type)  # `leaves` gives its class, which must be the same
         return entry is value or are_numbers or (type(entry) is type(value) and not is_container)
-    entry_lead, value_lead = lead_of(entry.shape, base), lead_of(value.shape, like)
+    entry_lead, value_lead = lead_of(entry.shape, trial_shape), lead_of(value.shape, like)
+    # A stack, of the last gradients for example, may be longer or shorter, but not empty.
     is_stack = bool(entry_lead) and len(entry_lead) == len(value_lead or ()) and all(value_lead)
     is_shaped = value_lead == entry_lead if entry_lead is not None else value.shape == entry.shape
     return (is_shaped or is_stack) and (value.dtype == entry.dtype or {value.dtype, entry.dtype} <= COMPUTABLE)
@@ -135,10 +140,10 @@ def checked_state_dict(make_optimizer, inner, state_dict):
 
     Raises ValueError, before anything is changed, unless the state fits the schema.
     """
-    own, saved = ([(group, key) for group in groups for key in group["params"]]
-                  for groups in (inner.param_groups, state_dict["param_groups"]))  # as many, or torch raises
+    current, saved = ([(group, key) for group in groups for key in group["params"]]
+                      for groups in (inner.param_groups, state_dict["param_groups"]))  # as many, or torch raises
     states = dict(state_dict["state"])
-    for index, ((group, param), (saved_group, key)) in enumerate(zip(own, saved)):
+    for index, ((group, param), (saved_group, key)) in enumerate(zip(current, saved)):
         options = hyperparameters(group), hyperparameters(saved_group)
         schema = schema_of(make_optimizer, *options, param.shape, param.dtype, param.device)
         check_state(schema, described(states.get(key, {})), param.shape, f"parameter {index} of this rank")

@@ -1,4 +1,4 @@
-"""Reads and resets this rank's part of the state by parameter, as ReLoRA and pruning do, and saves it as a part of d.
+"""Lets users read and reset this rank's part of the state by parameter, as ReLoRA and pruning do, and saves that part.
 
 A rank has state for what it updates: nothing of some parameters, and in stages 3 and 4 flat pieces of others. Shown by
 tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stages/test_contract.py,
@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 import torch
 import torch.distributed as dist
 
-from .groups import all_params, spread_over
+from .groups import all_params, mesh_groups_of
 from .schema import checked_state_dict
 
 
@@ -23,14 +23,15 @@ class ByParameter(MutableMapping):
     same code.
 
     Attributes:
-        main_param: parameter of the model -> the tensor that `inner` has of it, which this rank updates.
+        main_param: parameter of the model -> the tensor in `inner` that this rank updates for it.
         param_of: that tensor -> the parameter of the model.
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
-        elsewhere: parameters of the model of which this rank updates nothing.
-        mains_over: process groups over which parameters are spread -> main parameters of these. The keys are the same,
-            in the same order, on every rank. Made once, because it takes the time of a norm.
+        foreign_params: parameters of the model of which this rank updates nothing.
+        main_params_by_mesh_groups: what `mesh_groups_of` returns for a parameter -> main parameters of such parameters.
+            Every rank has the same keys in the same order, because a norm communicates for each. Made once, because
+            making it takes as long as a norm.
         norm_dtype, device: of the norm of all gradients.
-        looked_at: parameters whose state was accessed since the last step.
+        accessed_params: parameters whose state was accessed since the last step.
     """
 
     def __init__(self, inner, params, pieces):
@@ -38,16 +39,16 @@ class ByParameter(MutableMapping):
         self.main_param = {param: main for param, _, _, main in pieces}
         self.range_of = {param: (start, stop) for param, start, stop, _ in pieces}
         self.param_of = {main: param for param, main in self.main_param.items()}
-        self.elsewhere = set(params).difference(self.main_param)
-        self.mains_over: dict[tuple, list] = {spread_over(param): [] for param in params}
+        self.foreign_params = set(params).difference(self.main_param)
+        self.main_params_by_mesh_groups: dict[tuple, list] = {mesh_groups_of(param): [] for param in params}
         for param, main in self.main_param.items():
-            self.mains_over[spread_over(param)].append(main)
+            self.main_params_by_mesh_groups[mesh_groups_of(param)].append(main)
         self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
         self.device = params[0].device
-        self.looked_at = set()
+        self.accessed_params = set()
 
     def share_attributes(self, groups):
-        """Give main parameters the attributes of their parameters, and names: an optimizer's class may read p.lr_mul.
+        """Give each main parameter the attributes of its parameter, and its name: an inner optimizer may read p.lr_mul.
 
         Both share one dict of attributes, so what is set later counts too. `groups`: of the model's parameters.
         """
@@ -60,18 +61,19 @@ class ByParameter(MutableMapping):
                 inner_group["param_names"] = [name_of[self.param_of[main]] for main in inner_group["params"]]
 
     def _key(self, param):
-        self.looked_at.add(param)
+        """Return the key of `param` in `inner.state`, which is about to be accessed."""
+        self.accessed_params.add(param)
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
-        return {} if param in self.elsewhere else self.inner.state[self._key(param)]
+        return {} if param in self.foreign_params else self.inner.state[self._key(param)]
 
     def __setitem__(self, param, state):
-        if param not in self.elsewhere:
+        if param not in self.foreign_params:
             self.inner.state[self._key(param)] = state
 
     def __delitem__(self, param):
-        if param not in self.elsewhere:
+        if param not in self.foreign_params:
             del self.inner.state[self._key(param)]
 
     def __contains__(self, param):
@@ -89,7 +91,7 @@ class ByParameter(MutableMapping):
         return self[param] if param in self else default
 
     def pop(self, param, *default):
-        if param in self.elsewhere:
+        if param in self.foreign_params:
             return default[0] if default else {}
         return self.inner.state.pop(self._key(param), *default)
 
@@ -101,53 +103,54 @@ class ByParameter(MutableMapping):
     def replace(self, state):
         self.inner.state = defaultdict(dict, {self._key(key): value for key, value in state.items()})
 
-    def adopt_whole(self):
-        """Cut this rank's piece out of tensors of a parameter's own shape: ReLoRA resets a state to zeros_like(param).
+    def cut_whole_tensors(self):
+        """Cut this rank's piece out of states that a user has set to tensors of the parameter's own shape.
 
-        Such a tensor in the dtype of the parameter takes that of the main parameter. Ranks that update nothing of the
-        parameter have nothing to do, and no rank has to refuse.
+        ReLoRA, for example, resets a state to zeros_like(param). Such a tensor in the dtype of the parameter is
+        converted to that of the main parameter. Ranks that update nothing of the parameter have nothing to do, and no
+        rank has to refuse.
         """
-        for param in self.looked_at & self.main_param.keys():  # a key may be a name
+        for param in self.accessed_params & self.main_param.keys():  # a key that was accessed may be a name
             main, (start, stop) = self.main_param[param], self.range_of[param]
             local_param = getattr(param, "_local_tensor", param)  # of a DTensor
             state = self.inner.state.get(main, {})
             for key, value in state.items():
                 value = getattr(value, "_local_tensor", value)
                 if not isinstance(value, torch.Tensor) or value.shape != local_param.shape or key == "step":
-                    continue  # torch knows a count of steps, which may look like a state of a scalar, by that name too
+                    continue  # "step", torch's name for a count of steps, may have the shape of a scalar parameter
                 is_in_model_dtype = value.dtype == param.dtype != main.dtype
                 if value.shape != main.shape or is_in_model_dtype:
                     dtype = main.dtype if is_in_model_dtype else value.dtype
                     state[key] = value.reshape(-1)[start:stop].to(main.device, dtype, copy=True).view_as(main)
-        self.looked_at.clear()
+        self.accessed_params.clear()
 
 
 def state_of_rank(optimizer):
     """Return what `state_dict` returns: the inner optimizer's, with keys that name the part of the parameter.
 
     It has more entries. `n_steps` counts the steps before, so that files of different steps are noticed. `main_params`
-    has the main parameters that are not parts of the model's own parameters. `bounds` says where flat pieces lie, and
-    must be equal to load the state; for a DTensor it includes the rank in the other dimensions of the mesh, because
-    other parts look alike.
+    has the main parameters of another dtype than the model's parameters. `bounds` says where flat pieces lie, and must
+    be equal to load the state. For a DTensor it includes the rank in the other dimensions of the mesh, because the
+    parts on their ranks look alike.
     """
     params, inner = all_params(optimizer), optimizer.optimizer
     for key in [key for key, state in inner.state.items() if isinstance(key, torch.Tensor) and not state]:
-        del inner.state[key]  # an empty entry, made by reading it; maybe another rank updates the parameter
+        del inner.state[key]  # reading a missing state has made it, maybe for a parameter that another rank updates
     index_of = {id(param): index for index, param in enumerate(params)}
-    part, names, main_params, bounds = inner.state_dict(), {}, {}, {}
+    part, keys, main_params, bounds = inner.state_dict(), {}, {}, {}
     for param, start, stop, main in optimizer.pieces():
         index = index_of[id(param)]
         # torch's own tools print this key in their error.
-        names[id(main)] = (f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
-                           f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole")
+        keys[id(main)] = (f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
+                          f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole")
         if main is not param:
-            bounds[index] = start, stop, *map(dist.get_rank, spread_over(param))
+            bounds[index] = start, stop, *map(dist.get_rank, mesh_groups_of(param))
         if main.dtype != param.dtype:
             main_params[index] = main.detach()  # without the attributes that it shares with `param`
-    name_of_index = {index: names[id(main)] for index, main in enumerate(all_params(inner))}
-    part["state"] = {name_of_index.get(key, key): state for key, state in part["state"].items()}
+    key_of_index = {index: keys[id(main)] for index, main in enumerate(all_params(inner))}
+    part["state"] = {key_of_index.get(key, key): state for key, state in part["state"].items()}
     for group in part["param_groups"]:
-        group["params"] = [name_of_index[index] for index in group["params"]]
+        group["params"] = [key_of_index[index] for index in group["params"]]
     return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "n_steps": optimizer._n_steps,
             "main_params": main_params, "bounds": bounds}
 
@@ -163,19 +166,19 @@ def state_for_rank(optimizer, state_dict):
     if "world_size" not in state_dict:
         raise ValueError("this state_dict is a plain optimizer's, or a full one: load it with "
                          "checkpoint.load_full_state_dict(optimizer, state_dict)")
-    current, made_by = state_of_rank(optimizer), (state_dict.get("rank"), state_dict["world_size"])
-    if made_by != (current["rank"], current["world_size"]):
-        raise ValueError(f"this state_dict is of (rank, world size) {made_by}, this is "
-                         f"{current['rank'], current['world_size']}: a file of one rank has one part of {made_by[1]}, "
+    current, origin = state_of_rank(optimizer), (state_dict.get("rank"), state_dict["world_size"])
+    if origin != (current["rank"], current["world_size"]):
+        raise ValueError(f"this state_dict is of (rank, world size) {origin}, this is "
+                         f"{current['rank'], current['world_size']}: a file of one rank has one part of {origin[1]}, "
                          "save checkpoint.full_state_dict(optimizer) for the whole")
-    mains, saved = current["main_params"], state_dict.get("main_params", {})
-    if (current["bounds"], shapes_of(mains)) != (state_dict.get("bounds", {}), shapes_of(saved)):
+    main_params, saved_params = current["main_params"], state_dict.get("main_params", {})
+    if (current["bounds"], shapes_of(main_params)) != (state_dict.get("bounds", {}), shapes_of(saved_params)):
         raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
                          "tensor-parallel rank say: use full_state_dict()")
-    loaded = object.__new__(type(optimizer.optimizer))  # torch's load replaces `state` and `param_groups`
-    vars(loaded).update(vars(optimizer.optimizer))
-    loaded.load_state_dict(checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict))
-    return [(main, saved[index]) for index, main in mains.items()], loaded
+    inner_copy = object.__new__(type(optimizer.optimizer))  # shallow: torch's load replaces `state` and `param_groups`
+    vars(inner_copy).update(vars(optimizer.optimizer))
+    inner_copy.load_state_dict(checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict))
+    return [(main, saved_params[index]) for index, main in main_params.items()], inner_copy
 
 
 def shapes_of(main_params):
@@ -183,7 +186,7 @@ def shapes_of(main_params):
 
 
 def update_main_param(main_param, param):
-    """Take over the values of `param`. Where main_param rounds to them, it keeps its fp32 values.
+    """Copy the values of `param` into `main_param`, except where these round to them: there the fp32 values stay.
 
     Both are the same tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
     """

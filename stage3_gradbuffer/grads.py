@@ -56,7 +56,7 @@ class GuardedBuffer(GradBuffer):
         return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
 
     def watch(self, param):
-        hook_gradient(param, self.take_grad, takes=True)  # the hook goes with this object
+        hook_gradient(param, self.take_grad, takes_gradient=True)  # the hook goes with this object
 
     def take_grad(self, param):
         index = self.index_of[id(param)]

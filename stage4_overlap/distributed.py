@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, comparable, error_if_settings_differ, settings_of
+from guard.groups import all_params, comparable_settings, error_if_settings_differ, settings_of
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
@@ -89,7 +89,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.idle[0].transport.tag = next_tag(self.process_group)  # both buffers have this transport
 
     def watch(self, param):
-        handle = hook_gradient(param, self.on_grad_ready, takes=True)
+        handle = hook_gradient(param, self.on_grad_ready, takes_gradient=True)
         self._watched[id(param)] = handle, param._post_accumulate_grad_hooks, self.bucket_of[param]
 
     # ------------------------------------------------------------------------------------------- in the backward pass
@@ -187,7 +187,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             return wrong
         if rounds.is_open or not rounds.n:
             self._finish_round()
-        rounds.settings = {**settings_of(self.param_groups), **comparable(arguments)}
+        rounds.settings = {**settings_of(self.param_groups), **comparable_settings(arguments)}
         used, wrong, n_rounds = agree_on_rounds(rounds, params, wrong, self._agreement_group)
         while rounds.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()

@@ -5,7 +5,7 @@ Shown by tests/stages/test_dtensor.py.
 
 import torch.distributed as dist
 
-from guard.groups import spread_over
+from guard.groups import mesh_groups_of
 
 
 def local(tensor):
@@ -17,7 +17,7 @@ def local_parts(named, process_group):
     """Return [(name, local part of the parameter), …]. Raises ValueError: one is spread over that group already."""
     group_ranks = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     for name, param in named:
-        for group in spread_over(param):
+        for group in mesh_groups_of(param):
             if len(group_ranks.intersection(dist.get_process_group_ranks(group))) > 1:
                 raise ValueError(f"parameter {name} is spread over ranks of process_group already: pass the "
                                  'data-parallel dimension of the mesh, as process_group=mesh["dp"].get_group()')

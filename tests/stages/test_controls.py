@@ -29,7 +29,7 @@ class Unsharded(stage1_naive_broadcast.DistributedOptimizer):
         super().shard(groups)
         for group, own in zip(self.param_groups, self.optimizer.param_groups):
             own["params"] = list(group["params"])
-        self.state.elsewhere = frozenset()  # or the guard would show nothing of them
+        self.state.foreign_params = frozenset()  # or the guard would show nothing of them
 
 
 TESTS = {  # what it says where it fails -> the test

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from guard.chained import Chained, OptimizerList, of_each
+from guard.chained import Chained, OptimizerList, method_of_each
 from harness.gpt import GPT, GPTConfig
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of
 from tests.pairs import SGD, UNFUSED, assert_same, backward
@@ -20,7 +20,7 @@ SGD, ADAMW = {**SGD, **UNFUSED}, {"lr": 0.01, **UNFUSED}
 class Plain(OptimizerList):
     """torch's own optimizers, of a model that each rank has whole: the reference."""
 
-    step, zero_grad = of_each("step"), of_each("zero_grad")
+    step, zero_grad = method_of_each("step"), method_of_each("zero_grad")
 
     def clip_grad_norm_(self, *how):
         params = [param for group in self.param_groups for param in group["params"]]
