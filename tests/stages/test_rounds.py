@@ -1,6 +1,6 @@
 """Stage 4: each backward pass sends all buckets once, on every rank, whatever the passes are like.
 
-A rank that sends them more often than another waits for ever: there are two buffers, and the third bucket needs one.
+A rank that sends them more often than another waits for ever: with two buffers, the third bucket waits for the first.
 """
 
 import contextlib
@@ -20,63 +20,64 @@ from tests.common import STAGES, Net, batch, error_of, loss_of, of_cpus, on_rank
 from tests.pairs import SMALL, parameter_of, sgd_of
 
 
-def zeros(rank, n=6, **kwargs):
-    """Make parameters of zeros, a bucket each, stepped by SGD with a learning rate of 1."""
+def zero_params_and_sgd(rank, n=6, **kwargs):
+    """Make parameters of zeros, a bucket each, and SGD with a learning rate of 1."""
     params = [parameter_of(0, rank) for _ in range(n)]
     return params, sgd_of(STAGES[3], params, **SMALL, **kwargs)
 
 
-def backward(params, uses=None):
-    """Go backward through those of `params` whose places are in `uses`, or through all of them."""
-    sum(param.sum() for place, param in enumerate(params) if uses is None or place in uses).backward()
+def backward(params, places=None):
+    """Run the backward pass of the sum of `params`, or of those whose places are in `places`."""
+    sum(param.sum() for place, param in enumerate(params) if places is None or place in places).backward()
 
 
-def moved_by(params, uses):
-    """Return whether each of `params` has moved by minus the mean of `uses`, (d, number of parameters), over ranks."""
-    expected = -torch.tensor(uses, dtype=torch.float32).mean(dim=0)
+def moved_by(params, grads):
+    """Return whether each of `params` has moved by minus its mean gradient. `grads`: a list of numbers per rank."""
+    expected = -torch.tensor(grads, dtype=torch.float32).mean(dim=0)
     return torch.allclose(torch.stack([param.detach().cpu()[0] for param in params]), expected)
 
 
 WEIGHTS = {"backward": 4, "backward checkpointed": 2, "backward in no_sync": 3, "step": 2, "zero_grad": 1,
-           "finish_grad_sync": 1, "another collective": 1, "compare": 1}  # by which actions are drawn
+           "finish_grad_sync": 1, "another collective": 1, "compare": 1}  # how often each is drawn
 
 
 @on_ranks
 def test_random_schedules(rank):
-    """Draw backward passes and what a program does between them, and compare how far parameters move with a sum."""
+    """Run actions that are drawn, with backward passes over parameters that each rank draws, beside a running sum."""
     factor = torch.ones((), device=rank.device, requires_grad=True)  # a re-entrant checkpoint needs such an input
     for seed in range(20):
         draw = random.Random(seed)  # the same on every rank
         n = draw.choice([1, 2, 3, 5])
-        params, optimizer = zeros(rank, n, find_unused_parameters=True)
+        params, optimizer = zero_params_and_sgd(rank, n, find_unused_parameters=True)
         if draw.random() < 0.5:
             optimizer.prefetch_params(torch.nn.ParameterList(params))
-        waiting, moved = [0.0] * n, [0.0] * n
+        expected_grads, expected_moves = [0.0] * n, [0.0] * n
         actions = [*draw.choices([*WEIGHTS], WEIGHTS.values(), k=15), "step", "compare"]
         for position, action in enumerate(actions):
             if action.startswith("backward"):
-                uses = [{i: draw.randint(1, 4) for i in draw.sample(range(n), draw.randint(1, n))}
-                        for _ in range(rank.world_size)]
+                times_used = [{i: draw.randint(1, 4) for i in draw.sample(range(n), draw.randint(1, n))}
+                              for _ in range(rank.world_size)]  # on each rank: place of a parameter -> number
                 losses = [lambda factor, i=i: params[i].sum() * factor
-                          for i, times in uses[rank.rank].items() for _ in range(times)]
+                          for i, times in times_used[rank.rank].items() for _ in range(times)]
                 if action == "backward checkpointed":
                     losses = [functools.partial(checkpoint, loss, use_reentrant=True) for loss in losses]
                 with optimizer.no_sync() if action == "backward in no_sync" else contextlib.nullcontext():
                     sum(loss(factor) for loss in losses).backward()
-                waiting = [old + sum(use.get(i, 0) for use in uses) / rank.world_size for i, old in enumerate(waiting)]
+                added = [sum(times.get(i, 0) for times in times_used) / rank.world_size for i in range(n)]
+                expected_grads = [old + new for old, new in zip(expected_grads, added)]
             elif action == "step":
                 optimizer.step()
-                moved = [old + added for old, added in zip(moved, waiting)]
-                waiting = [0.0] * n
+                expected_moves = [old + new for old, new in zip(expected_moves, expected_grads)]
+                expected_grads = [0.0] * n
             elif action == "zero_grad":
                 optimizer.zero_grad()
-                waiting = [0.0] * n
+                expected_grads = [0.0] * n
             elif action == "finish_grad_sync":
                 optimizer.finish_grad_sync()
             elif action == "another collective":
                 dist.all_reduce(torch.ones((), device=rank.device))
             elif action == "compare":
-                assert moved_by(params, [moved]), (seed, actions[: position + 1])
+                assert moved_by(params, [expected_moves]), (seed, actions[: position + 1])
 
 
 # ------------------------------------------------------------------------ a step that is given up, and what follows it
@@ -84,8 +85,8 @@ def test_random_schedules(rank):
 
 @on_ranks
 def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
-    """Give up a step in which one rank alone has its gradients in no_sync, and one in which a gradient is late."""
-    params, optimizer = zeros(rank)
+    """Give a step up that one rank has in no_sync and the others have sent, and one with a gradient that is late."""
+    params, optimizer = zero_params_and_sgd(rank)
     with optimizer.no_sync() if rank.rank == 0 else contextlib.nullcontext():
         backward(params)
     optimizer.zero_grad()
@@ -93,8 +94,8 @@ def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
         with optimizer.no_sync():
             pass
         backward(params)
-        assert all(param.grad is not None for param in params)  # the inner one hasn't ended the outer one
-    backward(params)  # this pass has sent the waiting gradients too, so a gradient in param.grad is a user's
+        assert all(param.grad is not None for param in params)  # the inner no_sync() hasn't ended the outer one
+    backward(params)  # sends the gradients from no_sync() too, so one that is there now was assigned by a user
     params[3].grad = torch.full((5,), 100.0, device=rank.device)
     assert "the gradient of parameter 3 of group 0 was assigned after" in error_of(optimizer.step)
     assert moved_by(params, [[0] * 6])
@@ -116,32 +117,35 @@ class Fail(torch.autograd.Function):
 
 @on_ranks(checkpointed=[False, True])
 def test_passes_after_one_that_failed(rank, checkpointed):
-    """A backward pass raises on every rank, on rank 0 after all its gradients were made. The gradients count, as in
-    torch, and the pass counts as a round. The graph, with the node of a re-entrant checkpoint, stays alive.
+    """Train on after a backward pass that has raised on every rank, on rank 0 after all gradients were computed. These
+    gradients count, as in torch, and the pass is a round. Its graph, with a node of a re-entrant checkpoint, lives on.
     """
-    params, optimizer = zeros(rank, find_unused_parameters=True)
+    params, optimizer = zero_params_and_sgd(rank, find_unused_parameters=True)
     leaf, factor = (torch.ones((), device=rank.device, requires_grad=True) for _ in range(2))
-    failing = Fail.apply(leaf)  # what comes first in the forward pass is the last one to go backward
+    failing = Fail.apply(leaf)  # the first operator of the forward pass is the last one of the backward pass
 
-    def uses(factor):
+    def loss_of_params(factor):
         return sum(params[i].sum() for i in ([5] if rank.rank else range(6))) * factor
-    loss = failing + (checkpoint(uses, factor, use_reentrant=True) if checkpointed else uses(factor))
+
+    later = checkpoint(loss_of_params, factor, use_reentrant=True) if checkpointed else loss_of_params(factor)
+    loss = failing + later
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     backward(params, [0] if rank.rank else None)
     dist.all_reduce(torch.ones((), device=rank.device))
     optimizer.step()
-    assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))  # the last one, then the first
+    # Rank 0 has used all in both passes, the others parameter 5 in the first pass and parameter 0 in the second.
+    assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
 
 
 @on_ranks(3)
 def test_messages_of_two_optimizers_do_not_mix(rank):
-    """Rank 0 goes backward through the parameters of the first one first, the others through those of the second.
+    """Run backward passes of two optimizers, on rank 0 that of the first optimizer first, on the others the other one.
 
-    On gloo, where messages have tags: NCCL's collectives must have one order on all ranks, DDP's too.
+    This needs gloo, where messages have tags: NCCL's collectives, and so DDP's, must come in one order on all ranks.
     """
     rank, group = of_cpus(rank)
-    pairs = [zeros(rank, n=2, process_group=group) for _ in range(2)]
+    pairs = [zero_params_and_sgd(rank, n=2, process_group=group) for _ in range(2)]
     losses = [sum(param.sum() * (i + 1) for param in params) for i, (params, _) in enumerate(pairs)]
     for loss in (losses[::-1] if rank.rank else losses):
         loss.backward()
@@ -153,14 +157,14 @@ def test_messages_of_two_optimizers_do_not_mix(rank):
 @on_ranks(2)
 def test_gloo_by_another_name_sums_in_fp32_too(rank):
     torch.manual_seed(rank.rank)
-    values, sums = torch.randn(99, dtype=torch.bfloat16), []
+    values, shards = torch.randn(99, dtype=torch.bfloat16), []
     for backend in ("gloo", "cpu:gloo"):
         params = [torch.nn.Parameter(torch.zeros(99, dtype=torch.bfloat16)) for _ in range(2)]
         optimizer = DistributedOptimizer(params, process_group=dist.new_group(backend=backend))
         ((params[0] + params[1]) * values).sum().backward()
         optimizer.finish_grad_sync()
-        sums.append(torch.cat([bucket.gradient.shard for bucket in optimizer.buckets]))
-    assert torch.equal(*sums) and not torch.equal(sums[0], sums[0].bfloat16().float())
+        shards.append(torch.cat([bucket.gradient.shard for bucket in optimizer.buckets]))
+    assert torch.equal(*shards) and not torch.equal(shards[0], shards[0].bfloat16().float())
 
 
 # ------------------------------------------------------------------------------------ a step that waits for no device
@@ -173,15 +177,15 @@ READS_A_VALUE = {getattr(torch.Tensor, name) for name in (
 
 class OnADevice(TorchFunctionMode):
     """Pretend tensors are on a GPU, with NCCL: raise where Python reads a value, because that would wait. With --gpu
-    torch looks itself. Tensors from torch.tensor(…) count as host memory until an all-reduce of the GPU's group uses
-    them. `groups`: the host groups that rounds.py has made.
+    torch looks itself. Tensors from torch.tensor(…) count as host memory until an all-reduce of the GPUs' group has
+    written them. `host_groups`: process group -> the gloo group of its hosts, as rounds.py has made it.
     """
 
     def __enter__(self):
-        self.of_host, self.groups = {}, weakref.WeakKeyDictionary()  # id -> tensor; process group -> gloo's
+        self.host_tensors, self.host_groups = {}, weakref.WeakKeyDictionary()  # id -> tensor; see above
         self.patches = contextlib.ExitStack()
         for module, name, value in [(rounds, "backends_of", lambda _: {"cuda": "nccl"}),
-                                    (rounds, "HOST_GROUPS", self.groups), (dist, "all_reduce", self.all_reduce)]:
+                                    (rounds, "HOST_GROUPS", self.host_groups), (dist, "all_reduce", self.all_reduce)]:
             self.patches.enter_context(mock.patch.object(module, name, value))
         if torch.cuda.is_available():
             self.patches.callback(torch.cuda.set_sync_debug_mode, "default")
@@ -193,31 +197,31 @@ class OnADevice(TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in READS_A_VALUE and not torch.cuda.is_available() and id(args[0]) not in self.of_host:
+        if function in READS_A_VALUE and not torch.cuda.is_available() and id(args[0]) not in self.host_tensors:
             raise AssertionError(f"{function.__name__} waits for the device")
         result = function(*args, **(kwargs or {}))
         if function is torch.tensor:
-            self.of_host[id(result)] = result
+            self.host_tensors[id(result)] = result
         return result
 
     def all_reduce(self, tensor, *args, group=None, all_reduce=dist.all_reduce, **kwargs):
         if group in (None, dist.group.WORLD):
-            self.of_host.pop(id(tensor), None)
+            self.host_tensors.pop(id(tensor), None)
         return all_reduce(tensor, *args, group=group, **kwargs)
 
 
 @on_ranks(3)
 def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
-    """`new_group` would name it after the number of groups that its rank is in, and wait for the others for ever."""
+    """Make the host group beside NCCL's. `new_group` would name it after the number of groups that its rank is in."""
     rank, group = of_cpus(rank)
     if rank.rank == 0:
         alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
-    params, optimizer = zeros(rank, process_group=group)
+    params, optimizer = zero_params_and_sgd(rank, process_group=group)
     with OnADevice() as device:
         for _ in range(2):
             backward(params)
             optimizer.step()
-    (host_group,) = device.groups.values()
+    (host_group,) = device.host_groups.values()
     assert host_group.name() == "gloo" and host_group.size() == 3 and moved_by(params, [[2] * 6])
     if rank.rank == 0:
         dist.destroy_process_group(alone)
@@ -225,28 +229,28 @@ def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
 
 @on_ranks(2, stage=STAGES[2:], kind=["plain", "16 bits", "prefetched", "unused"])
 def test_no_step_waits_for_the_device(rank, stage, kind):
-    """Check as on a GPU with NCCL: the host runs ahead, and a CUDA graph can take the step."""
-    is_stage_4, model = stage == STAGES[3], Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32)
+    """Train as on a GPU, where the process group is NCCL's: the host runs ahead, and a CUDA graph can take the step."""
+    model, is_stage_4 = Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32), stage == STAGES[3]
     params = trainable(model)
-    own = {"find_unused_parameters": True} if is_stage_4 else {}
-    optimizer = optimizer_of(stage)(params, lr=0.01, fused=True, **own)
-    if kind == "prefetched" and is_stage_4:
+    unused = {"find_unused_parameters": True} if is_stage_4 else {}
+    optimizer = optimizer_of(stage)(params, lr=0.01, fused=True, **unused)
+    if is_stage_4 and kind == "prefetched":
         optimizer.prefetch_params(model)
     before = [param.detach().clone() for param in params]
-    batches = [[tensor.to(model.scale.dtype) for tensor in batch(step, rank.rank)] for step in range(5)]
+    batches = [[values.to(model.scale.dtype) for values in batch(step, rank.rank)] for step in range(5)]
     with OnADevice() as device:
         for x, y in batches:
-            for micro_batch in range(2):
-                with optimizer.no_sync() if kind == "plain" and not micro_batch else contextlib.nullcontext():
-                    loss = model.scale.square() if kind == "unused" and not micro_batch else loss_of(model, x, y)
+            for is_first in (True, False):  # of two micro-batches
+                with optimizer.no_sync() if kind == "plain" and is_first else contextlib.nullcontext():
+                    loss = model.scale.square() if kind == "unused" and is_first else loss_of(model, x, y)
                     loss.backward()
             optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             optimizer.zero_grad()
         after = [param.detach().clone() for param in params]
-        if is_stage_4 and kind == "plain":  # a gradient missing on one rank: an error on every rank, without a change
+        if is_stage_4 and kind == "plain":  # a gradient that one rank lacks is an error on all, and changes nothing
             optimizer.find_unused_parameters = False
             backward(params[rank.rank :])
             assert "no gradient on some rank for parameter 0 of group 0: " in error_of(optimizer.step)
     assert all(map(torch.equal, after, params)) and not any(map(torch.equal, before, params))
-    assert len(device.groups) == (1 if is_stage_4 else 0) and None not in device.groups.values()
+    assert len(device.host_groups) == (1 if is_stage_4 else 0) and None not in device.host_groups.values()
