@@ -250,7 +250,7 @@ class Training:
         n_real = sum(int(value.count_nonzero()) for value in moments)
         self.seen.state = n_real, sum(value.numel() for value in moments) - n_real
         del moments
-        self.seen.held = memory.settled() - self.run.left_out(self.optimizer)
+        self.seen.held = memory.settle() - self.run.left_out(self.optimizer)
         self.seen.snapshots.append(flat(self.model.parameters()))
 
 

@@ -15,9 +15,9 @@ import torch
 from harness.meeting import on_all_ranks
 
 STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order: loads in a fraction of a second
-DATA_BYTES = 256_000_000  # of --data: what is beyond is not read
+DATA_BYTES = 256_000_000  # of --data: what comes after these is not read
 VALIDATION_PART = 0.1  # the end of the text
-VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over that part
+VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over the validation part
 
 # Not read: tests (they repeat themselves), installed packages, tables of numbers, and files made on this machine.
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
@@ -38,7 +38,7 @@ def load_bytes(path=None):
         place = os.path.expanduser(path)
         limit = DATA_BYTES
         advice = "give a text file, or a folder with text files"
-        if not (os.path.isdir(place) or os.path.isfile(place)):  # a FIFO is neither, nor is a long name
+        if not (os.path.isdir(place) or os.path.isfile(place)):  # both are False if it is a FIFO, or its name too long
             raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
         root = Path(place)
         files = _files(root) if root.is_dir() else [root]
@@ -120,8 +120,11 @@ def _sequences(data, starts, sequence_length, device):
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()  # (B, T), (B, T)
 
 
-def load_data(args, rank):
-    """Return (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line."""
+def load_data(args, me):
+    """Return (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line.
+
+    Sets `args.text`, by which a checkpoint knows the text.
+    """
     def load():
         data = load_bytes(args.data)
         train, validation = split(data)
@@ -130,6 +133,7 @@ def load_data(args, rank):
             raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
                              f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
         args.text = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"  # the same wherever the text lies
-        sizes = args.batch_size, args.sequence_length, rank.rank // args.tp, rank.world_size // args.tp
-        return Batches(train, *sizes, args.seed, rank.device), validation_batches(validation, *sizes, rank.device)
+        sizes = args.batch_size, args.sequence_length, me.rank // args.tp, me.world_size // args.tp
+        return (Batches(train, *sizes, args.seed, me.device),
+                validation_batches(validation, *sizes, me.device))
     return on_all_ranks(load)

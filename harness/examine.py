@@ -134,7 +134,7 @@ def reference_params(settings, rank, build, dtype):
     return before, after
 
 
-@rows.in_its_context
+@rows.in_context_of_row
 def examine(rank, settings, base, bucket_mb=None):
     """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns (Row, movement).
 
@@ -178,7 +178,7 @@ def count_memory(rank, settings, configuration, batches):
         model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
         live_after = {"model": memory.live}
         training = configuration.build(model, adamw(settings))
-        live_after["optimizer"] = memory.settled()
+        live_after["optimizer"] = memory.settle()
         build_peak = memory.peak
         first = memory_of_step(memory, training, batches[0])
         training.zero_grad()
@@ -212,10 +212,10 @@ def memory_of_step(memory, training, batch):
         return memory.live - memory.by_kind().get("parameters", 0)
 
     def end(phase):
-        live_after[phase] = memory.settled()
+        live_after[phase] = memory.settle()
         peak_within[phase] = memory.peak
         memory.reset_peak()
-    memory.settled()
+    memory.settle()
     memory.reset_peak()
     before = live_without_params()
     loss = training.forward(*batch)
@@ -249,7 +249,7 @@ def largest_difference(tensors, expected):
     return largest.item()
 
 
-@rows.in_its_context
+@rows.in_context_of_row
 def time_steps(rank, settings, base, bucket_mb=None):
     """Return what `time_warm_steps` returns for a row."""
     training = make_training(rank, settings, rows.find(base, bucket_mb))
@@ -312,7 +312,7 @@ def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
-    with configuration.inside():
+    with configuration.context():
         for number in range(WARMUP_STEPS):
             step(number)
         n_steps = max(2, settings.steps // 2 // micro_batches)

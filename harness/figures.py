@@ -11,12 +11,11 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from harness import command_line
-from harness import results as saved
+from harness import command_line, results
 from harness.examine import commit
 
-HOSTS = "-m harness.two_hosts --rounds 2 --steps 2"  # the command of several steps
-CURVE = "600mbit", "2.5gbit"  # in the curve alone; the rates of the tables have steps of their own
+TWO_HOSTS = "-m harness.two_hosts --rounds 2 --steps 2"
+CURVE = "600mbit", "2.5gbit"  # rates of the curve alone: those of the tables have steps of their own
 
 
 class Step(NamedTuple):
@@ -30,8 +29,8 @@ class Step(NamedTuple):
     def is_done(self, head):
         """Return whether its file holds this step's figures, of commit `head`."""
         try:
-            parts = saved.provenance(saved.load(self.file))
-        except SystemExit:  # there is no file, or one of other fields
+            parts = results.provenance(results.load(self.file))
+        except SystemExit:  # of `load`: there is no file, or one of other fields
             return False
         commits = {(rate, part.commit) for rate, part in parts if not self.rates or rate in self.rates}
         return commits == {(rate, head) for rate in self.rates or (None,)}
@@ -41,14 +40,16 @@ STEPS = [
     Step("bench", 5, "bench.json", "bench.py"),
     Step("bench, 16 bits", 1, "bench_bfloat16.json", "bench.py --dtype bfloat16 --rounds 2"),
     Step("two hosts, 300 Mbit/s: bucket sizes, all rows, accumulation", 20, "network.json",
-         f"{HOSTS} --rate 300mbit --sweep --accumulation", ("300mbit",)),
-    Step("two hosts, 1 Gbit/s: bucket sizes, all rows", 8, "network.json", f"{HOSTS} --rate 1gbit --sweep", ("1gbit",)),
-    Step("two hosts, the curve's other rates", 6, "network.json", f"{HOSTS} --curve {','.join(CURVE)}", CURVE),
-    Step("variants on two hosts", 5, "network_variants.json", f"{HOSTS} --rate 300mbit --rows variants", ("300mbit",)),
-    *(Step(f"muon on two hosts, {rate}", 2, "network_muon.json", f"{HOSTS} --rate {rate} --rows muon", (rate,))
+         f"{TWO_HOSTS} --rate 300mbit --sweep --accumulation", ("300mbit",)),
+    Step("two hosts, 1 Gbit/s: bucket sizes, all rows", 8, "network.json",
+         f"{TWO_HOSTS} --rate 1gbit --sweep", ("1gbit",)),
+    Step("two hosts, the curve's other rates", 6, "network.json", f"{TWO_HOSTS} --curve {','.join(CURVE)}", CURVE),
+    Step("variants on two hosts", 5, "network_variants.json",
+         f"{TWO_HOSTS} --rate 300mbit --rows variants", ("300mbit",)),
+    *(Step(f"muon on two hosts, {rate}", 2, "network_muon.json", f"{TWO_HOSTS} --rate {rate} --rows muon", (rate,))
       for rate in ("300mbit", "1gbit")),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid.json",
-         f"{HOSTS} --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'", ("300mbit",)),
+         f"{TWO_HOSTS} --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'", ("300mbit",)),
     Step("saving and loading", 9, "saving.json", "-m harness.saving --gigabytes 1 --rounds 3"),
     Step("losses", 3, "losses.json", "-m harness.losses"),
     Step("same bits", 3, "same_bits.json", "-m harness.same_bits"),
@@ -60,8 +61,8 @@ REPORT = ["-m harness.pages", "-m show --pages", "-m variants --page"]
 
 
 def run(command):
-    """Run a program of ours; end with its exit code where that isn't 0."""
-    exit_code = subprocess.run([sys.executable, *command], cwd=saved.ROOT).returncode
+    """Run a program of ours, and end with its exit code if that isn't 0."""
+    exit_code = subprocess.run([sys.executable, *command], cwd=results.ROOT).returncode
     if exit_code:
         sys.exit(exit_code)
 
@@ -74,17 +75,17 @@ def main():
         parser.error("the code differs from its last commit, which figures have to name: commit first")
     due = [step for step in STEPS if not step.is_done(head)]
     for step in STEPS:
-        minutes = f"{step.minutes:g} min" if step in due else "there"
-        print(f"{minutes:>8}  {step.name} -> {step.file}")
+        status = f"{step.minutes:g} min" if step in due else "there"
+        print(f"{status:>8}  {step.name} -> {step.file}")
     print(f"commit {head}: about {sum(step.minutes for step in due):g} minutes", flush=True)
     for step in due:
-        path = saved.ROOT / "results" / step.file
+        path = results.ROOT / "results" / step.file
         if not any(other.is_done(head) for other in STEPS if other.file == step.file):
             path.unlink(missing_ok=True)  # or links that are not measured any more would stay in it
         print(f"\n--- {step.name}", flush=True)
         run([*shlex.split(step.command), "--faults-json" if step.file == "faults.json" else "--json", str(path)])
-        if path.exists():
-            path.write_text(saved.to_json(saved.load(step.file)), encoding="utf-8")  # numbers of float fields as floats
+        if path.exists():  # as `load` reads it: a float that was saved as 1 becomes 1.0
+            path.write_text(results.to_json(results.load(step.file)), encoding="utf-8")
     for command in REPORT:
         run(shlex.split(command))
 

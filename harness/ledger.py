@@ -14,32 +14,33 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """Is a Work that an `executor` waits for: gloo's own has no callback, and may be waited for only once."""
+    """Is a Work for which `executor` waits: gloo's own Work has no callback, and may be waited for only once."""
 
-    def __init__(self, work, note, executor):
+    def __init__(self, work, on_completion, executor):
         super().__init__()
-        self.done = executor.submit(self.finish, work, note)  # no reference to `work` is left, nor to what has arrived
+        # The future refers neither to `work` nor to what has arrived, once it is done.
+        self.future = executor.submit(self.finish, work, on_completion)
 
     @staticmethod
-    def finish(work, note):
+    def finish(work, on_completion):
         try:
             work.wait()
         finally:
-            note()
+            on_completion()
 
     def wait(self, timeout=None):
-        self.done.result((timeout or dist.default_pg_timeout).total_seconds())
+        self.future.result((timeout or dist.default_pg_timeout).total_seconds())
         return True
 
     def is_completed(self):
-        return self.done.done()
+        return self.future.done()
 
 
 @dataclass
 class Collective:
     """One call on one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average.
 
-    `launched_at`, `completed_at`: seconds of time.perf_counter; None while it is under way.
+    `launched_at`, `completed_at`: seconds of time.perf_counter; None while the collective is in flight.
     """
     kind: str
     size: int
@@ -81,13 +82,14 @@ MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_
 
 
 def kind_and_tensors(operator, arguments):
-    """Return the kind, and lists of the tensors that are read and written; of a functional collective, those read."""
+    """Return kind, and a list of tensors that are read and one of those written; of functional ones only the first."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
-        kind, *used = OPERATORS[name]
-        return kind, [tree_leaves(arguments[argument]) for argument in used if argument]
+        kind, *argument_names = OPERATORS[name]
+        return kind, [tree_leaves(arguments[argument]) for argument in argument_names if argument]
     if namespace == "_c10d_functional" and (match := FUNCTIONAL.fullmatch(name)):
-        kind = re.sub("_(into_)?tensor|_single|^i(?=send|recv)", "", match[1])
+        kind = re.sub("_(into_)?tensor|_single", "", match[1])
+        kind = {"isend": "send", "irecv": "recv"}.get(kind, kind)
         return kind, [tree_leaves(next(iter(arguments.values())))]
     raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
@@ -98,9 +100,9 @@ def wire_bytes(kind, size, group_size, backend):
         return 0
     if kind == "send":
         return size
-    # gloo's reduce-scatter is an all-reduce underneath.
-    passes = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
-    share = 1 / group_size if kind in ("scatter", "gather") else 1
+    is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")  # gloo's is one underneath
+    passes = 2 if is_all_reduce else 1  # an all-reduce sends as much as a reduce-scatter and an all-gather
+    share = 1 / group_size if kind in ("scatter", "gather") else 1  # one rank sends all, or each of the others its part
     return passes * share * size * (group_size - 1) / group_size
 
 
@@ -114,23 +116,23 @@ class Ledger(TorchDispatchMode):
         ledger.entries       # [Collective, …]
     """
 
-    limit_s = 60  # that __exit__ waits for a collective
+    limit_s = 60  # how long __exit__ waits for a collective
 
     def __init__(self):
         super().__init__()
         self.entries = []
-        self.under_way = []  # (entry, an event that is set when it is complete)
-        self.threads = {}  # kind -> an executor of one thread: messages of a kind arrive in order
-        self.works = []  # without a reference in Python, C++ forgets that a work is ours
+        self.pending = []  # (entry, an event that is set when the collective is complete)
+        self.executors = {}  # kind -> an executor with one thread, because messages of a kind arrive in order
+        self.works = []  # without a reference in Python, C++ forgets that a work is a WatchedWork
 
     def __exit__(self, *exception):
         """Wait until everything launched is complete, unless there is an exception."""
-        for entry, is_complete in self.under_way:
+        for entry, is_complete in self.pending:
             if exception[0] is None and not is_complete.wait(self.limit_s):
                 raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
-        for thread in self.threads.values():
-            thread.shutdown(wait=False)
-        self.threads = {}
+        for executor in self.executors.values():
+            executor.shutdown(wait=False)
+        self.executors = {}
         return super().__exit__(*exception)
 
     @property
@@ -139,7 +141,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def message_bytes(self):
-        """Return {"all_reduce": bytes of all of them together, …}."""
+        """Return {"all_reduce": bytes of all all-reduces together, …}."""
         total = Counter()
         for entry in self.entries:
             total[entry.kind] += entry.size
@@ -163,13 +165,13 @@ class Ledger(TorchDispatchMode):
     def entry_of(self, operator, arguments):
         if operator in MOVES_NOTHING:
             return None
-        kind, used = kind_and_tensors(operator, arguments)
+        kind, tensor_lists = kind_and_tensors(operator, arguments)
         group = _group(arguments)
-        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in used]
-        sizes = [size for size in sizes if size] or [0]
-        is_in_parts = kind in ("all_gather", "gather", "scatter")  # of input and output the smaller is a rank's part
+        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tensor_lists]
+        sizes = [size for size in sizes if size] or [0]  # one rank has a gather's output, or a scatter's input
+        is_in_parts = kind in ("all_gather", "gather", "scatter")  # a rank's part is the smaller of input and output
         size = min(sizes) * group.size() if is_in_parts else max(sizes)
-        dtype = next((tensor.dtype for tensors in used for tensor in tensors), None)
+        dtype = next((tensor.dtype for tensors in tensor_lists for tensor in tensors), None)
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
         return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
@@ -180,24 +182,24 @@ class Ledger(TorchDispatchMode):
         if entry.backend == "fake" or not isinstance(boxed, torch.ScriptObject):  # a functional one returns a tensor
             return result
         work = dist.Work.unbox(boxed)
-        if work is None:  # NCCL: it is in the queue of the current stream, as any other kernel
+        if work is None:  # NCCL's collective is in the queue of the current stream, as any other kernel
             entry.completed_at = time.perf_counter()
             return result
         is_complete = threading.Event()
-        self.under_way.append((entry, is_complete))
+        self.pending.append((entry, is_complete))
 
-        def note(_=None):
+        def note_completion(_=None):
             entry.completed_at = time.perf_counter()
             is_complete.set()
         try:
             future = work.get_future()
         except RuntimeError:
-            if entry.kind not in self.threads:
-                self.threads[entry.kind] = ThreadPoolExecutor(1)
-            self.works.append(WatchedWork(work, note, self.threads[entry.kind]))
+            if entry.kind not in self.executors:
+                self.executors[entry.kind] = ThreadPoolExecutor(1)
+            self.works.append(WatchedWork(work, note_completion, self.executors[entry.kind]))
             boxed = self.works[-1].boxed()
             return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
-        future.add_done_callback(note)
+        future.add_done_callback(note_completion)
         return result
 
 

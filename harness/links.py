@@ -57,7 +57,7 @@ CURVES = {"stage 2, all-gather": catalogue.ALL_GATHER, catalogue.REPLICATED: cat
 
 
 def row_of(result, base):
-    return catalogue.tuned(result, REFERENCE) if base == TUNED else result.timed(base)
+    return catalogue.tuned_row(result, REFERENCE) if base == TUNED else result.timed(base)
 
 
 def over_computing(result, base):
@@ -209,7 +209,7 @@ def sweep_picture(results):
 def recorded_steps(result):
     """Return ([(name, recorded step on rank 0)], title) of the ladder, for pictures.text and pictures.svg."""
     conditions = result.conditions
-    ddp = catalogue.tuned(result, REFERENCE)  # a peer counts at its best setting
+    ddp = catalogue.tuned_row(result, REFERENCE)  # a peer counts at its best setting
     ladder = [ddp if ddp and base == REFERENCE else result.find(base) for base in catalogue.LADDER]
     steps = [(row.name, row.timeline[0]) for row in ladder if row and row.timeline]
     return steps, (f"One recorded step on rank 0 of {conditions.hosts} hosts with a link of "

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group, which its default arguments would keep for ever
+import torch.distributed.nn.functional  # before there is a group, or its default arguments would keep the group alive
 
 from guard.refuse import silence_torch
 from harness import command_line
@@ -53,6 +53,9 @@ def prepare(device):
     torch.set_num_threads(int(n_threads) if n_threads.isdecimal() and int(n_threads) else 1)
 
 
+WORKS = "works"  # what a rank writes into the store when it can communicate; or else the error
+
+
 def can_communicate(me, store):
     """Return whether what the stages call works on every rank's device in the default group. Ranks agree by `store`."""
     try:
@@ -67,11 +70,11 @@ def can_communicate(me, store):
                     dist.P2POp(dist.isend, whole, (me.rank + 1) % me.world_size),
                     dist.P2POp(dist.irecv, whole.clone(), (me.rank - 1) % me.world_size)]):
                 work.wait()
-        answer = str(part.item())
+        answer = WORKS if part.item() == me.world_size else f"a sum of ones is {part.item()}"
     except RuntimeError as refusal:
         answer = str(refusal)
     store.set(str(me.rank), answer)
-    return all(store.get(str(other)).decode() == str(float(me.world_size)) for other in range(me.world_size))
+    return all(store.get(str(rank)).decode() == WORKS for rank in range(me.world_size))
 
 
 # ------------------------- A rank that loses another rank names it in one line, and ends: nothing waits without a limit
@@ -80,7 +83,8 @@ def can_communicate(me, store):
 def report_lost_rank(kind, error, trace):
     """End this rank when a collective has failed because another rank is gone or late: one line, and no wait."""
     first_line = (str(error).strip().splitlines() or [""])[0]
-    if not (isinstance(error, dist.DistError) or "gloo" in first_line):
+    is_lost_rank = isinstance(error, dist.DistError) or "gloo" in first_line  # gloo's errors name its source files
+    if not is_lost_rank:
         return command_line.say_interrupted(kind, error, trace)
     sys.stdout.flush()
     missing = ", ".join(map(str, _missing_ranks()))
@@ -89,13 +93,14 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-MISSING_S = 3  # how long a rank that has lost another one waits for the others to report the same
+MISSING_S = 3  # how long a rank that has lost another one waits for the reports of the others
 
 
 def _missing_ranks():
     """Report in the store that this rank has lost another, and return the ranks that don't: dead, stopped or busy.
 
-    At least one is missing, so the last rank left is returned at once. [] if the store doesn't answer.
+    At least one rank is missing, so when one is left that hasn't reported, it is returned at once. [] if the store
+    doesn't answer.
     """
     missing = []
 
@@ -111,7 +116,7 @@ def _missing_ranks():
             missing.extend(silent)
     thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
     thread.start()
-    thread.join(MISSING_S + 2)  # longer than `ask` waits
+    thread.join(MISSING_S + 2)  # time for the calls to the store, too
     return missing
 
 
@@ -130,7 +135,7 @@ def connect(timeout_s=120):
     """
     command_line.begin()
     sys.excepthook = report_lost_rank
-    silence_torch()  # as a guard does; a core alone doesn't
+    silence_torch()  # a guard does so, too, when it is built, but a bare core doesn't
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     rank, world_size = _numbers("RANK", "WORLD_SIZE")
@@ -148,18 +153,18 @@ def connect(timeout_s=120):
     return me
 
 
-def _numbers(rank_name, size_name, *defaults):
-    """Return a rank and a larger world size from variables of the environment. Else one line, and exit code 2."""
-    names = rank_name, size_name
-    texts = [str(os.environ.get(name, default)) for name, default in zip(names, defaults or ("", ""))]
+def _numbers(rank_variable, size_variable, *defaults):
+    """Return what a launcher has set: a rank, and a world size above it. Or else: one line, and exit code 2."""
+    texts = [str(os.environ.get(name, default))
+             for name, default in zip((rank_variable, size_variable), defaults or ("", ""))]
     if all(re.fullmatch("[0-9]{1,8}", text) for text in texts) and int(texts[0]) < int(texts[1]):
         return map(int, texts)
-    _fail(f"{rank_name}={texts[0]:.40} and {size_name}={texts[1]:.40} in the environment: they must be numbers, the "
-          "first below the second")
+    _fail(f"{rank_variable}={texts[0]:.40} and {size_variable}={texts[1]:.40} in the environment: they must be "
+          "numbers, the first below the second")
 
 
-def _fail(what):
-    command_line.fail(Path(sys.argv[0]).name, f"{what}: see torchrun")
+def _fail(message):
+    command_line.fail(Path(sys.argv[0]).name, f"{message}: see torchrun")
 
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
@@ -167,14 +172,14 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
     possible = choices(local_rank, local_world_size)
     for number, (backend, device) in enumerate(possible):
         is_last = number == len(possible) - 1
-        before = own_threads()
+        old_threads = own_threads()
         substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
-        is_own = is_last and backend == "nccl"  # else the GPU is another rank's too
+        has_own_gpu = is_last and backend == "nccl"  # as one of several choices, NCCL is tried on a shared GPU
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=substore, rank=rank,
-                                world_size=world_size, device_id=device if is_own else None)
+                                world_size=world_size, device_id=device if has_own_gpu else None)
         if backend == "gloo":
-            let_computing_go_first(own_threads() - before)
+            let_computing_go_first(own_threads() - old_threads)
         me = Rank(rank, world_size, device, backend)
         if is_last or can_communicate(me, dist.PrefixStore("works", substore)):
             return me
@@ -183,21 +188,22 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
 
 def side_group(timeout_s):
     """Make a gloo group of all ranks for small messages, which don't queue behind what the default group sends."""
-    before = own_threads()
+    old_threads = own_threads()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    let_computing_go_first(own_threads() - before)
+    let_computing_go_first(own_threads() - old_threads)
     return group
 
 
-groups_until_exit = []
+groups_until_exit = []  # references that keep process groups alive until just before Python ends
 
 
 def disconnect():
     """Leave the process group together with all ranks: gloo aborts a rank that ends while another talks to it."""
     dist.barrier()
-    # The code that frees a group waits for gloo's threads, which may wait for the GIL to let go of a tensor. A DDP
-    # model that outlives this call would hold the GIL: on a busy machine 1 run of 7 hung. And Python ends threads that
-    # ask for the GIL while it ends: 1 run of 25 aborted, with such threads delayed. So atexit frees the groups.
+    # Whoever drops the last reference to a group waits for gloo's threads, and such a thread may wait for the GIL, to
+    # release a tensor. A DDP model that outlives this call would drop the reference while it holds the GIL: on a busy
+    # machine 1 run of 7 hung. And Python, once it is ending, kills threads that ask for the GIL: 1 run of 25 aborted,
+    # with such threads delayed. So atexit drops the last reference, before Python ends, and without the GIL.
     groups_until_exit.extend(dist.distributed_c10d._world.pg_map)
     atexit.register(groups_until_exit.clear)
     dist.destroy_process_group()

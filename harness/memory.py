@@ -2,7 +2,7 @@
 
     with Memory(device) as memory:
         model = GPT(config).to(device)
-        memory.live      # bytes of all tensors made since, and still alive
+        memory.live      # bytes of all tensors made since the start that are still alive
         memory.peak      # the most that were alive at one moment since the start, or since memory.reset_peak()
         memory.mark("parameters", model.parameters())
         memory.by_kind() # {"parameters": bytes, …, REST: bytes of unmarked storages}; the sum is memory.live
@@ -28,9 +28,9 @@ class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
     A view has the storage of its base, which is counted already. A storage that torch.from_dlpack makes in the memory
-    of another counts nothing either. Operators that C++ calls are seen too (autograd's, the buckets of
-    DistributedDataParallel). A tensor made before counts from the moment when an operator returns it or a view of it,
-    or from `track`. The idea is that of torch's own MemTracker.
+    of another storage counts nothing either. Operators that C++ calls are seen too, for autograd or for the buckets of
+    DistributedDataParallel. A tensor that was made before the start counts from the moment when an operator returns it
+    or a view of it, or when `track` gets it. The idea is that of torch's own MemTracker.
     """
 
     def __init__(self, device="cpu"):
@@ -38,7 +38,7 @@ class Memory(TorchDispatchMode):
         self.device = torch.device(device)
         self.live = self.peak = 0
         self.lock = threading.RLock()  # gloo's threads free tensors at any moment, and `_set` runs there
-        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes]
+        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes], a list that outlives the storage
         self.kinds = weakref.WeakKeyDictionary()  # storage -> its kind, by `mark`
         self.owners = weakref.WeakKeyDictionary()  # storage -> the storage in whose memory it lies
 
@@ -46,31 +46,31 @@ class Memory(TorchDispatchMode):
         if self.device.type == "cuda":
             forget_peaks(self.device)
             self.allocated_before = torch.cuda.memory_allocated(self.device)
-        # resize_ frees memory and brings it back; from_dlpack gives it a second storage. Neither is an operator.
-        self.resize = torch.UntypedStorage.resize_
-        self.share = torch.from_dlpack
-        torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)
-        torch.from_dlpack = self._shared
+        # resize_ frees memory and brings it back, from_dlpack gives it a second storage, and neither is an operator.
+        self.torchs_resize = torch.UntypedStorage.resize_
+        self.torchs_from_dlpack = torch.from_dlpack
+        torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
+        torch.from_dlpack = self._from_dlpack
         return super().__enter__()
 
     def __exit__(self, *exception):
-        torch.UntypedStorage.resize_ = self.resize
-        torch.from_dlpack = self.share
+        torch.UntypedStorage.resize_ = self.torchs_resize
+        torch.from_dlpack = self.torchs_from_dlpack
         return super().__exit__(*exception)
 
     @property
     def reserved(self):
         """Return the most bytes that torch's caching allocator had since the start, without those of earlier tensors.
 
-        It includes workspaces of kernels, and what is rounded up, to 1 MiB where a tensor is large.
+        They include workspaces of kernels, and what is rounded up, to 1 MiB where a tensor is large.
         """
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 
     def reset_peak(self):
         self.peak = self.live
 
-    def settled(self):
-        """Return `live` when four looks in 60 ms find the same: gloo frees a tensor a moment after wait()."""
+    def settle(self):
+        """Wait until four looks in 60 ms find `live` the same, and return it: gloo frees tensors soon after wait()."""
         looks = []
         while len(looks) < 4 or len(set(looks[-4:])) > 1:
             looks.append(self.live)
@@ -78,7 +78,7 @@ class Memory(TorchDispatchMode):
         return looks[-1]
 
     def track(self, tensors):
-        """Count tensors, also those that existed before: the parameters of a model, say."""
+        """Count tensors, also those that existed before the start, such as the parameters of a model."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 self._track(plain.untyped_storage())
@@ -91,7 +91,7 @@ class Memory(TorchDispatchMode):
                     self.kinds.setdefault(self._owner(plain.untyped_storage()), kind)
 
     def by_kind(self):
-        """Return {kind: live bytes, …, REST: live bytes}. Every storage counts once, the sum is `live`."""
+        """Return {kind: live bytes, …, REST: live bytes}. Every storage counts once, so the sum is `live`."""
         by_kind = collections.Counter({REST: 0})
         for storage, (n_bytes,) in list(self.counted.items()):
             by_kind[self.kinds.get(storage, REST)] += n_bytes
@@ -108,6 +108,7 @@ class Memory(TorchDispatchMode):
         return result
 
     def _track(self, storage):
+        """Count a storage with the size that it has now, until it is gone."""
         with self.lock:
             storage = self._owner(storage)
             count = self.counted.get(storage)
@@ -117,6 +118,7 @@ class Memory(TorchDispatchMode):
             self._set(count, storage.nbytes())
 
     def _owner(self, storage):
+        """Return the storage in whose memory `storage` lies, maybe itself."""
         return self.owners.get(storage, storage)
 
     def _set(self, count, n_bytes):
@@ -125,15 +127,15 @@ class Memory(TorchDispatchMode):
             count[0] = n_bytes
             self.hold(added)
 
-    def _resized(self, storage, size):
-        self.resize(storage, size)
+    def _resize(self, storage, size):
+        self.torchs_resize(storage, size)
         if storage in self.counted:
             self._track(storage)
         return storage
 
-    def _shared(self, source, **options):
-        shared = self.share(source, **options)
-        if isinstance(source, torch.Tensor) and not options:  # else it may be a copy, or memory that nobody counts
+    def _from_dlpack(self, source, **options):
+        shared = self.torchs_from_dlpack(source, **options)
+        if isinstance(source, torch.Tensor) and not options:  # or else it may be a copy, or memory that nobody counts
             self.owners[shared.untyped_storage()] = self._owner(source.untyped_storage())
         return shared
 
@@ -147,22 +149,22 @@ def plain_tensors(tensor):
 
 
 def mark_grads(memory, params):
-    """Mark gradients. Stage 3 has them in `main_grad` where their dtype isn't the parameter's."""
+    """Mark the gradients of `params`. Stage 3 has them in `main_grad` where their dtype isn't the parameter's."""
     grads = [getattr(param, name, None) for param in params for name in ("grad", "main_grad")]
     memory.mark("gradients", [grad for grad in grads if grad is not None])
 
 
 def mark_state(memory, optimizer):
-    """Mark the state of `optimizer` and of those inside, and the gradients of what they step.
+    """Mark the state of `optimizer` and of the optimizers in it, and the gradients of the parameters that they update.
 
-    Main parameters, which are stepped but are none of the model's parameters, marked before, are state too.
+    Main parameters are state, too. The model's own parameters, which some optimizers update, were marked before.
     """
-    for part in getattr(optimizer, "optimizers", ()):  # a pair
+    for part in getattr(optimizer, "optimizers", ()):  # of Chained, for example
         mark_state(memory, part)
-    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     values = tree_leaves([list(state.values()) for state in optimizer.state.values()])
-    mark_grads(memory, stepped)
-    memory.mark("state", stepped + [value for value in values if isinstance(value, torch.Tensor)])
+    mark_grads(memory, params)
+    memory.mark("state", params + [value for value in values if isinstance(value, torch.Tensor)])
     for inner in vars(optimizer).values():
         if isinstance(inner, torch.optim.Optimizer):
             mark_state(memory, inner)

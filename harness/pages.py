@@ -127,7 +127,7 @@ def ladder_sheet():
     slowest = saved.by_rate()[0]
     result = saved.load_bench()
     conditions = slowest.conditions
-    tuned = catalogue.tuned(slowest, catalogue.REFERENCE)
+    tuned = catalogue.tuned_row(slowest, catalogue.REFERENCE)
     ddp = tuned or slowest.find(catalogue.REFERENCE)
     ranks = (2, 8, 64)
 
@@ -234,7 +234,7 @@ def figures():
         "between_users": check["user's GB/s of a node"]}
     over_tuned = {}
     for result in saved.at_all_rates():
-        ddp = catalogue.tuned(result, catalogue.REFERENCE)
+        ddp = catalogue.tuned_row(result, catalogue.REFERENCE)
         over_tuned[f"over_tuned_{result.conditions.rate}".replace(".", "_")] = (
             f"{result.find(catalogue.OVERLAP).over(ddp):.2f}")
     return {"buckets_7b": check["buckets of stage 4"], **over_tuned,

@@ -1,4 +1,4 @@
-"""Plans before you rent: what a rank of 1024 holds, how long a step takes, and how far this is from measured runs."""
+"""Plans before you rent: what a rank of 1024 holds, how long a step takes, how far estimates are from real runs."""
 
 import functools
 import gc
@@ -10,56 +10,58 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness import alone, command_line, models, pictures, plan_check
-from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import COUNT, number
 from harness.examine import made_here
 from harness.replay import DEVICES, replay
-from harness.results import RecordedStep, Report
+from harness.results import RecordedStep, Report, to_json
 from harness.rows import HasRowId, RowId
 from harness.tables import column, label_of, names, sheet_of, sheet_text
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": plan_check.ROWS, "bf16": [row.name for row in catalogue.PLANNED]}
-STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.PLANNED[-1].name}  # their bucket sizes have a table
+STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16}  # rows whose bucket sizes get a table
 BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}
-RANKS = (1, 8, 64, 1024)  # that all rows are counted at
-CAPS_MB = (None, 100, 400, 1600, 6400)  # buckets that are tried, the default first
+RANKS = (1, 8, 64, 1024)  # numbers of ranks for which all rows are counted
+CAPS_MB = (None, 100, 400, 1600, 6400)  # bucket sizes that are tried; None: the default, which is at most 25
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
 MICRO_BATCHES = 8  # of the step that accumulates
-EFFICIENCY = 0.4  # what computing reaches of the device's FLOPs
+EFFICIENCY = 0.4  # assumed part of a device's FLOPs that computing reaches
+SLOWEST_DRAWN = 4  # times the fastest step: longer ones would leave no room in the picture for the others
+HELD_TITLES = {"parameters": "params", "gradients": "grads", "main parameters": "main", "state": "moments",
+               "buffers": "buffers"}  # kind of memory -> title of its column
 
 
 @dataclass
 class PlanRow(HasRowId):
-    """What was counted and modelled of a row, on rank 0."""
+    """What is counted and modelled of a row, at --world ranks unless a comment says "by number of ranks"."""
     base: str
     bucket_mb: float | None
     formula: str  # of bytes per parameter
-    held: dict  # bytes after a step, by kind
-    padding: float  # bytes, in all of these
-    peak: float  # bytes
-    fits_from: int  # number of ranks from which on it fits; 0: with none
+    held: dict  # bytes on rank 0 after a step, by kind
+    padding: float  # those of these bytes that the formula doesn't have
+    peak: float  # the most bytes on rank 0 at one moment of a step
+    fits_from: int  # number of ranks from which on the row fits into a device; 0: with no number
     counted: dict  # bytes per parameter, by number of ranks
     theory: dict  # the same by the formula
-    ms: dict  # per micro-batch, by number of ranks
-    once_ms: float  # of one of MICRO_BATCHES, with one exchange per step
-    each_ms: float  # with an exchange for each micro-batch
+    ms: dict  # of a micro-batch, by number of ranks
+    once_ms: float  # of one of MICRO_BATCHES, if gradients are exchanged once per step
+    each_ms: float  # of one of MICRO_BATCHES, if each exchanges gradients
     step: RecordedStep  # modelled
 
 
 @dataclass
 class SizeRow(HasRowId):
-    """A size of bucket that was tried."""
+    """A bucket size that was tried. `saves_memory`: see Planner."""
     base: str
     bucket_mb: float | None
     ms: float
     peak: float
-    saves_memory: bool  # two of them take at most half of what whole gradients would
+    saves_memory: bool
 
 
 class Planner:
-    """Chooses sizes of buckets, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of all that was run dry."""
+    """Chooses bucket sizes, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of all that was run dry."""
 
     def __init__(self, args, recorded=()):
         self.args = args
@@ -71,24 +73,27 @@ class Planner:
         self.hardware = DEVICES[args.device]._replace(flops=flops, sharing=args.tensor_parallel)
 
     def ms(self, row_id, d, micro_batches=None, exchange_each=False):
-        """Model the ms of a micro-batch, of which a step has `micro_batches`, or else --accumulate."""
+        """Model the ms of a micro-batch. A step has `micro_batches` of them, or else --accumulate."""
         n = micro_batches or self.args.accumulate
         return 1e3 * replay(self.recorded[row_id, d].events, self.hardware, d, n, exchange_each).seconds / n
 
     def sizes(self, base):
-        """Return RowIds of the sizes of bucket that are tried; a row without buckets has one."""
+        """Return a RowId for each bucket size that is tried, in order of size; a row without buckets has one RowId."""
         if base not in BUCKETED:
             return [RowId(base)]
         caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
         return [RowId(base, cap_mb) for cap_mb in caps_mb]
 
     def saves_memory(self, row_id):
-        """Return whether two buffers take at most half of whole gradients, which are as large as the parameters."""
+        """Return whether the buffers, stage 4's two for example, take at most half of what all gradients would."""
         held = self.recorded[row_id, self.args.world].held
-        return held["buffers"] <= held["parameters"] / 2
+        return held["buffers"] <= held["parameters"] / 2  # gradients take as much as parameters: they have one dtype
 
-    def tuned(self, base):
-        """Return the smallest size that is about as fast as the fastest, among those that save memory and fit."""
+    def best_size(self, base):
+        """Return the RowId of the smallest bucket size that saves memory, fits, and is as fast as any of these.
+
+        If none saves memory, all sizes are candidates; if none of the candidates fits, all of them are.
+        """
         sizes = [row_id for row_id in self.sizes(base) if self.saves_memory(row_id)] or self.sizes(base)
         fitting = [row_id for row_id in sizes if self.recorded[row_id, self.args.world].peak <= self.device_bytes]
         ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}
@@ -97,16 +102,17 @@ class Planner:
     def row(self, row_id, ranks):
         world = self.args.world
         recorded = {d: self.recorded[row_id, d] for d in ranks}
-        last = recorded[world]
-        too_few = [d for d in ranks if recorded[d].peak > self.device_bytes]
+        at_world = recorded[world]
+        too_few = max((d for d in ranks if recorded[d].peak > self.device_bytes), default=0)
         return PlanRow(
-            *row_id, formula=formula_of(row_id), held=last.held, padding=sum(last.held.values()) - last.theory,
-            peak=last.peak, fits_from=next((d for d in ranks if d > max(too_few, default=0)), 0),
-            counted={d: part.bytes_per_param for d, part in recorded.items()},
-            theory={d: part.theory / part.numel for d, part in recorded.items()},
+            *row_id, formula=formula_of(row_id), held=at_world.held,
+            padding=sum(at_world.held.values()) - at_world.theory, peak=at_world.peak,
+            fits_from=next((d for d in ranks if d > too_few), 0),
+            counted={d: step.bytes_per_param for d, step in recorded.items()},
+            theory={d: step.theory / step.numel for d, step in recorded.items()},
             ms={d: self.ms(row_id, d) for d in ranks}, once_ms=self.ms(row_id, world, MICRO_BATCHES),
             each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
-            step=replay(last.events, self.hardware, world, self.args.accumulate))
+            step=replay(at_world.events, self.hardware, world, self.args.accumulate))
 
     def size_row(self, row_id):
         return SizeRow(*row_id, self.ms(row_id, self.args.world), self.recorded[row_id, self.args.world].peak,
@@ -116,7 +122,7 @@ class Planner:
 def formula_of(row_id):
     """Write bytes per parameter, such as "4 + 12/d + b"; b: stage 4's two bucket buffers."""
     configuration = catalogue.find(*row_id)
-    terms = [f"{configuration.whole:g}"]
+    terms = [f"{configuration.whole:g}"]  # `whole` is on each rank, `shared` is divided by d
     if configuration.shared:
         terms.append(f"{configuration.shared:g}/d")
     if row_id.base in STAGE_4:
@@ -134,7 +140,7 @@ def plan(args, workers):
         futures = {(row_id, d): workers.submit(alone.record, row_id, args.spec, d, cost) for row_id, d in tasks}
         planner.recorded.update((task, future.result()) for task, future in futures.items())
     run_dry((row_id, args.world) for base in bases for row_id in planner.sizes(base))
-    row_ids = [planner.tuned(base) for base in bases]
+    row_ids = [planner.best_size(base) for base in bases]
     run_dry((row_id, d) for row_id in row_ids for d in ranks[:-1])
     rows = [planner.row(row_id, ranks) for row_id in row_ids]
     sizes = [planner.size_row(row_id) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)]
@@ -149,43 +155,43 @@ def plan(args, workers):
 
 def report_of(origin, assumed, rows, sizes):
     """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
-    longest = 4 * min(row.step.seconds for row in rows)  # slower rows aren't in the picture
     stage4 = next(row for row in rows if row.base in STAGE_4)
+    title = (f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, "
+             f"{assumed.batch_size} x {assumed.sequence_length}")
     return Report(origin, {
         "memory": memory_sheet(assumed, rows), "state": alone.state_sheet(rows), "time": time_sheet(assumed, rows),
         "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)},
-        figures={"buckets of stage 4": stage4.size},
-        steps={row.name: row.step for row in rows if row.step.seconds <= longest},
-        title=f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, {assumed.batch_size} x "
-              f"{assumed.sequence_length}")
+        figures={"buckets of stage 4": stage4.size}, steps=steps_to_draw(rows), title=title)
 
 
-def memory_sheet(c, rows):
+def memory_sheet(assumed, rows):
     """Make the table of what a rank holds."""
-    held = dict(zip(rows[0].held, ("params", "grads", "main", "moments", "buffers")))
     return sheet_of(
-        f"GB on a rank of {c.world}: {c.model}, {c.parameters:,} parameters a rank", rows, {
-            "name": names(lambda row: label_of(row).replace("\n  ", "\n")),
-            **{kind: column(title, lambda row, kind=kind: row.held[kind], "counted", ".2f", unit=1e9)
-               for kind, title in held.items()},
+        f"GB on a rank of {assumed.world}: {assumed.model}, {assumed.parameters:,} parameters a rank", rows, {
+            "name": names(lambda row: label_of(row).replace("\n  ", "\n")),  # narrower: without label_of's indent
+            **{kind: column(HELD_TITLES[kind], lambda row, kind=kind: row.held[kind], "counted", ".2f", unit=1e9)
+               for kind in rows[0].held},
             "padding": column("padding", "padding", "counted", ".2f", unit=1e9),
-            "activations": column("activ.", lambda row: c.activations, "counted", ".2f", unit=1e9),
+            "activations": column("activ.", lambda row: assumed.activations, "counted", ".2f", unit=1e9),
             "peak": column("peak", "peak", "counted", ".2f", unit=1e9),
             "fits_from": column("fits\nfrom d", lambda row: row.fits_from or None, "counted")},
         ["After a step, on rank 0. main: fp32 copies of 16-bit parameters. padding: what is more than the formula. "
-         f"activ.: of a micro-batch of {c.batch_size} x {c.sequence_length}. peak: the most at one moment of a step. "
-         f"fits from d: from this number of ranks on the peak is at most {c.device_memory:g} GB; torch's allocator "
-         "takes more, and stage 4 that accumulates in no_sync() whole gradients."], row_key=lambda row: row.base)
+         f"activ.: of a micro-batch of {assumed.batch_size} x {assumed.sequence_length}. peak: the most at one moment "
+         f"of a step. fits from d: from this number of ranks on the peak is at most {assumed.device_memory:g} GB; "
+         "torch's allocator takes more, and stage 4 that accumulates in no_sync() whole gradients."],
+        row_key=lambda row: row.base)
 
 
-def time_sheet(c, rows):
+def time_sheet(assumed, rows):
     """Make the table of a step at --world."""
+    c = assumed  # short, for the note below
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return sheet_of(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows, {
             "name": names(), "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
             "exposed": column("exposed\nms", lambda row: 1e3 * row.step.exposed_seconds, "modelled", ",.0f"),
             "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
+            # These two share a heading: "1 of 8: once, each".
             "once": column(f"1 of {MICRO_BATCHES}:\nonce", "once_ms", "modelled", ",.0f"),
             "each": column("\neach", "each_ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
@@ -197,25 +203,31 @@ def time_sheet(c, rows):
          "a step, as in no_sync(), or with one each."], row_key=lambda row: row.base)
 
 
-def ranks_sheet(c, rows):
+def ranks_sheet(assumed, rows):
     """Make the table of time by number of ranks."""
     return sheet_of(
         "ms a micro-batch, by number of ranks", rows, {
             "name": names(), **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f")
                                 for d in rows[0].ms if d > 1}},
-        [f"Buckets are those that are best on {c.world}."], row_key=lambda row: row.base)
+        [f"Buckets are those that are best on {assumed.world}."], row_key=lambda row: row.base)
 
 
-def sizes_sheet(c, sizes):
-    """Make the table of the sizes of bucket that were tried."""
+def sizes_sheet(assumed, rows):
+    """Make the table of the bucket sizes that were tried."""
     return sheet_of(
-        f"Sizes of buckets: {c.model} on {c.world} ranks", sizes, {
+        f"Sizes of buckets: {assumed.model} on {assumed.world} ranks", rows, {
             "name": names("base"),
             "size": column("bucket", lambda row: row.size if row.saves_memory else f"{row.size} *"),
             "ms": column("ms\n", "ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
         ["Taken: the smallest that is at most 2 % slower than the fastest."],
         ["* not taken: two such buffers exceed half of all gradients."])
+
+
+def steps_to_draw(rows):
+    """Return {name of the row: step}, without steps that are much longer than the fastest."""
+    longest = SLOWEST_DRAWN * min(row.step.seconds for row in rows)
+    return {row.name: row.step for row in rows if row.step.seconds <= longest}
 
 
 fail = functools.partial(command_line.fail, "plan")
@@ -267,7 +279,7 @@ def main():
             own_runs, published_runs = workers.submit(plan_check.two_hosts), workers.submit(plan_check.published)
             plan_check.add_to(report, own_runs.result(), published_runs.result())
     texts = [*(f"{sheet_text(sheet)}\n" for sheet in report.sheets.values()), pictures.text(list(report.steps.items()))]
-    command_line.write_and_show(args.json, saved.to_json(report), fail, lambda: print("\n".join(texts)))
+    command_line.write_and_show(args.json, to_json(report), fail, lambda: print("\n".join(texts)))
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
 
 def is_asked(text, name):
     """Return whether --rows `text`, parts of names with commas between them, asks for the row of that name."""
-    return any(part in name for part in text.split(",")) or text == "variants" and name in BASES_OF_VARIANTS
+    return any(part in name for part in text.split(",")) or (text == "variants" and name in BASES_OF_VARIANTS)
 
 
 class HasRowId:
-    """Gives what has the fields `base` and `bucket_mb` a name to be shown, such as "ddp, 2 MB buckets"."""
+    """Gives a class with the fields `base` and `bucket_mb` a name to show, such as "ddp, 2 MB buckets"."""
 
     row_id = property(lambda self: RowId(self.base, self.bucket_mb))
 
@@ -71,15 +71,15 @@ def compute_only(model, adamw):
 
 
 class ComputeAndBytes(Training):
-    """Sends as many bytes as stage 4 to the next rank while it computes, and waits for them when the step ends. They
-    are read from one piece of memory and written to another: what a machine takes for moving bytes, and no more."""
+    """Sends as many bytes as stage 4 to the next rank while it computes, and waits for them when the step ends. All are
+    read from one MiB of memory and written to another one, so sending takes what the machine needs for bytes alone."""
 
     def __init__(self, model, adamw):
         super().__init__(model, self._send_and_compute, torch.optim.AdamW(model.parameters(), **adamw))
         numel = sum(param.numel() for param in model.parameters())
         rank = dist.get_rank()
         d = dist.get_world_size()
-        n = round(2 * numel * (d - 1) / d)  # elements, as stage 4 sends them
+        n = round(2 * numel * (d - 1) / d)  # elements that stage 4 sends: gradients and parameters
         sent, received = torch.zeros(2, 2**18, device=next(model.parameters()).device)  # 1 MiB, a message of stage 4
         self.messages = [(sent[:n - start], (rank + 1) % d, received[:n - start], (rank - 1) % d)
                          for start in range(0, n, len(sent))]
@@ -96,9 +96,9 @@ class ComputeAndBytes(Training):
 
 
 def with_ddp(make, bucket_cap_mb=None, hook=None, is_alone=False):
-    """Let DDP average the gradients while backward runs, in buckets; `make(params, **adamw)` makes what steps.
+    """Let DDP average the gradients while backward runs, in buckets; `make(params, **adamw)` makes the optimizer.
 
-    `is_alone`: in a group of one on gloo, because DDP can't work with ranks whose messages go nowhere.
+    `is_alone`: DDP has a gloo group of this rank alone, because it can't work with ranks whose messages go nowhere.
     """
     def build(model, adamw):
         group = {"process_group": dist.new_group([0], backend="gloo")} if is_alone else {}
@@ -110,7 +110,7 @@ ddp_of_one = functools.partial(with_ddp, is_alone=True)
 
 
 def beneath_ddp(package, bucket_cap_mb=None):
-    """Let DDP average the gradients, and stage 1 or 2 step."""
+    """Let DDP average the gradients, and stage 1 or 2 update the parameters."""
     return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw),
                     bucket_cap_mb)
 
@@ -121,9 +121,9 @@ zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Ad
 
 
 def ddp_and_zero(bucket_cap_mb=None):
-    """Set up ZeroRedundancyOptimizer as its documentation says: each rank broadcasts the parameters that it stepped.
+    """Set up ZeroRedundancyOptimizer as its documentation says: each rank broadcasts the parameters that it updates.
 
-    With a bucket size it is tuned: the parameters of a rank are views of one tensor, too, and travel together.
+    With a bucket size ZeRO is tuned, too: the parameters of a rank are views of one tensor, which is sent as a whole.
     """
     return with_ddp(functools.partial(zero, parameters_as_bucket_view=bucket_cap_mb is not None), bucket_cap_mb)
 
@@ -152,29 +152,29 @@ stage_with_prefetch = functools.partial(stage, prefetch=True)
 owner_reduce = functools.partial(stage, "harness.owner_reduce", "OwnerReduce")
 
 
-RANKS = 64  # of a group of make plan: eight nodes of eight hold 1/64 of the state each, nearly all that sharding saves
+HYBRID_RANKS = 64  # that share the state in make plan: on eight nodes of eight, 1/64 is nearly all that sharding saves
 
 
-def in_pairs(d):
-    """Return the ranks of a group of the row `variants hybrid`: 2, where that leaves several groups."""
+def size_of_pairs(d):
+    """Return how many ranks share the state in the row `variants hybrid`: 2 where that leaves several groups, or 1."""
     return 2 if d > 2 and d % 2 == 0 else 1
 
 
-in_groups = functools.partial(math.gcd, RANKS)
+size_of_hybrid_groups = functools.partial(math.gcd, HYBRID_RANKS)  # fewer ranks where d is no multiple
 
 
-def hybrid(ranks_of_group, bucket_cap_mb=None):
-    """Set up stage 4 in groups of neighbours, replicated across them. `ranks_of_group(d)`: how many share the state."""
+def hybrid(group_size, bucket_cap_mb=None):
+    """Set up stage 4 in groups of neighbours, replicated across them. `group_size(d)`: ranks that share a state."""
     def build(model, adamw):
         d = dist.get_world_size()
-        shape = d // ranks_of_group(d), ranks_of_group(d)
+        shape = d // group_size(d), group_size(d)
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
         return stage_with_prefetch("variants.hybrid", mesh=mesh, bucket_cap_mb=bucket_cap_mb)(model, adamw)
     return build
 
 
 def same_bits(model, adamw):
-    """Give each rank one leaf, which is as much work as in the other rows."""
+    """Set up variants/same_bits.py with one leaf on each rank, which is as much work as in the other rows."""
     return stage_with_prefetch("variants.same_bits", leaves=dist.get_world_size())(model, adamw)
 
 
@@ -183,7 +183,7 @@ def optimizer_class(package, name="DistributedOptimizer"):
 
 
 def by_muon_rows(name):
-    """Build by a function of variants/muon_rows.py, imported when it is called, because variants/ imports harness/."""
+    """Return a `build` that calls `name` of variants/muon_rows.py, imported only then: variants/ imports harness/."""
     return lambda model, adamw: getattr(importlib.import_module("variants.muon_rows"), name)(model, adamw)
 
 
@@ -194,8 +194,8 @@ class Configuration(NamedTuple):
     """A row. `sends` and the four costs below it are bytes per parameter, with AdamW.
 
     A rank should send `sends` times (d-1)/d in a step. After a step it should hold `whole` + `shared` / d, gradients
-    included, besides the buffers of buckets. Of two optimizers the first one's parameters cost `rest_whole` and
-    `rest_shared`.
+    included, besides the buffers of buckets. Where there are two optimizers, the parameters of the first one cost
+    `rest_whole` + `rest_shared` / d instead.
     """
     name: str
     kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
@@ -205,12 +205,12 @@ class Configuration(NamedTuple):
     shared: float = 0
     rest_whole: float | None = None
     rest_shared: float = 0
-    sharing: Callable = lambda d: d  # how many of d ranks share
+    sharing: Callable = lambda d: d  # how many of d ranks share the state
     starts_apart: bool = True  # other ranks start with other weights: the constructor broadcasts those of rank 0
     dtype: str = "float32"  # of the parameters
-    reference: Callable = ddp  # builds what it must agree with
-    sized: Callable | None = None  # sized(bucket_cap_mb) -> build, where it has buckets
-    inside: Callable = in_place_of_gloos  # the context in which it is measured: see exchange.py
+    reference: Callable = ddp  # builds the training that this one must agree with
+    with_buckets: Callable | None = None  # with_buckets(bucket_cap_mb) -> build, where the row has buckets
+    context: Callable = in_place_of_gloos  # the context in which the row is measured: see exchange.py
 
     def wire_bytes(self, numel, d):
         return self.sends * numel * (d - 1) / d
@@ -221,15 +221,15 @@ class Configuration(NamedTuple):
         if self.rest_whole is not None:
             rest = self.rest_whole + self.rest_shared / d
             n_rest = sum(param.numel() for group in optimizers[0].param_groups for param in group["params"])
-            held += (rest - held) * n_rest / numel
+            held += (rest - held) * n_rest / numel  # the average over all elements
         return held + sum(getattr(part, "bucket_buffer_bytes", 0) for part in optimizers) / numel
 
 
 # --------------------------------------- Stage 4 without a part of it: one half of its overlap, or what of it is tuning
 
 
-class LeavesLate(stage4_overlap.DistributedOptimizer):
-    """Is stage 4, except that buckets leave when the backward pass has ended, and none earlier."""
+class LateSender(stage4_overlap.DistributedOptimizer):
+    """Is stage 4, except that no bucket is sent before the backward pass has ended."""
 
     pass_has_ended = False
 
@@ -243,7 +243,7 @@ class LeavesLate(stage4_overlap.DistributedOptimizer):
         self.pass_has_ended = False
 
 
-# A context in which stage 4's transport cuts nothing into pieces.
+# A context in which stage 4's transport cuts nothing into pieces: no message has 2**40 bytes.
 whole_messages = functools.partial(mock.patch.object, stage4_overlap.transport, "PIECE_BYTES", 1 << 40)
 
 
@@ -284,7 +284,7 @@ VARIANTS = [
               rest_shared=8),
     with_muon("variants muon", kind="stage", build=by_muon_rows("whole_matrices"), whole=4, shared=8, rest_whole=4,
               rest_shared=12),
-    variant("hybrid", hybrid(in_pairs), sharing=in_pairs),
+    variant("hybrid", hybrid(size_of_pairs), sharing=size_of_pairs),
     variant("wire16", sends=6, reference=rounded(divided_in=torch.bfloat16)),
     variant("moments16", shared=8, reference=rounded(moments_in=torch.bfloat16)),
     variant("same_bits", build=same_bits),
@@ -298,12 +298,13 @@ VARIANTS = [
 
 
 def in_buckets(name, make, **fields):
-    """Make a row of which --sweep and make plan try several sizes of bucket; `make(bucket_cap_mb=…)` makes `build`."""
-    return Configuration(name, build=make(), sized=lambda mb: make(bucket_cap_mb=mb), **fields)
+    """Make a row of which --sweep and make plan try several bucket sizes. `make(bucket_cap_mb=…)` returns a `build`."""
+    return Configuration(name, build=make(), with_buckets=lambda mb: make(bucket_cap_mb=mb), **fields)
 
 
 planned = functools.partial(in_buckets, kind="stage", dtype="bfloat16")
 STAGE_4_BF16 = "stage 4 bf16"
+HYBRID_BF16 = f"hybrid of {HYBRID_RANKS} bf16"
 # Rows of make plan: with 16-bit parameters, for GPUs.
 PLANNED = [
     planned("ddp bf16", ddp_16bit, sends=4, whole=20),
@@ -312,8 +313,8 @@ PLANNED = [
     planned("stage 2 bf16", functools.partial(stage, TWO), sends=4, whole=4, shared=4),
     *rows_of_16_bits("bfloat16", "bf16")[1:3],
     planned(STAGE_4_BF16, functools.partial(stage_with_prefetch, FOUR), sends=4, whole=2, shared=16),
-    planned(f"hybrid of {RANKS} bf16", functools.partial(hybrid, in_groups), sends=4, whole=2, shared=16,
-            sharing=in_groups),
+    planned(HYBRID_BF16, functools.partial(hybrid, size_of_hybrid_groups), sends=4, whole=2, shared=16,
+            sharing=size_of_hybrid_groups),
 ]
 
 
@@ -335,64 +336,65 @@ ROWS = [
     Configuration("fsdp2 reshard", kind="peer", build=fsdp2(reshard_after_forward=True), sends=12, whole=0, shared=16,
                   starts_apart=False),
     Configuration("stage 2, gloo's own", kind="stage", build=stage(TWO), sends=12, whole=8, shared=8,
-                  inside=contextlib.nullcontext),
+                  context=contextlib.nullcontext),
     Configuration("stage 3, gloo's own", kind="stage", build=stage(THREE), sends=8, whole=8, shared=8,
-                  inside=contextlib.nullcontext),
+                  context=contextlib.nullcontext),
     Configuration("fsdp2, gloo's own", kind="peer", build=fsdp2(reshard_after_forward=False), sends=8, whole=0,
-                  shared=16, starts_apart=False, inside=contextlib.nullcontext),
+                  shared=16, starts_apart=False, context=contextlib.nullcontext),
     Configuration("ddp again", kind="noise", build=ddp, sends=8, whole=16),
     *rows_of_16_bits("bfloat16", "bf16"),
     *rows_of_16_bits("float16", "fp16"),
 ]
-# What each half of stage 4's overlap buys: measured on two hosts.
-HALVES = {"neither": functools.partial(stage, __name__, "LeavesLate"), "only gradients": functools.partial(stage, FOUR),
-          "only parameters": functools.partial(stage_with_prefetch, __name__, "LeavesLate")}
-APART = [in_buckets(f"stage 4 {half}", make, kind="stage", sends=8, whole=4, shared=12)
-         for half, make in HALVES.items()]
-# Stage 4 without what is tuning, and no idea. Measured on two hosts, too.
+# Stage 4 with a half of its overlap, or without any: on two hosts they show how much time each half saves.
+HALVES = {"neither": functools.partial(stage, __name__, "LateSender"), "only gradients": functools.partial(stage, FOUR),
+          "only parameters": functools.partial(stage_with_prefetch, __name__, "LateSender")}
+HALF_OVERLAPS = [in_buckets(f"stage 4 {half}", make, kind="stage", sends=8, whole=4, shared=12)
+                 for half, make in HALVES.items()]
+# Stage 4 without a part that tunes it and that its idea doesn't need: measured on two hosts, too.
 UNTUNED = [
     Configuration("stage 4, whole messages", kind="stage", build=stage_with_prefetch(FOUR), sends=8, whole=4, shared=12,
-                  inside=whole_messages),
+                  context=whole_messages),
 ]
 
 
 def find(base, bucket_mb=None):
     """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: of its default size."""
-    row = next((row for row in [*ROWS, *APART, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
-    if row is None or bucket_mb is not None and row.sized is None:
+    row = next((row for row in [*ROWS, *HALF_OVERLAPS, *UNTUNED, *PLANNED, *VARIANTS] if row.name == base), None)
+    if row is None or (bucket_mb is not None and row.with_buckets is None):
         raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
     if bucket_mb is None:
         return row
-    return row._replace(kind="peer" if row.kind == "reference" else row.kind, build=row.sized(bucket_mb))
+    kind = "peer" if row.kind == "reference" else row.kind  # the reference is the row with the default size
+    return row._replace(kind=kind, build=row.with_buckets(bucket_mb))
 
 
-def in_its_context(measure):
+def in_context_of_row(measure):
     """Decorate a function (rank, settings, base, bucket_mb) that measures a row, to run inside of the row's context."""
     @functools.wraps(measure)
-    def measured(rank, settings, *row_id):
-        with find(*row_id).inside():
+    def measure_in_context(rank, settings, *row_id):
+        with find(*row_id).context():
             return measure(rank, settings, *row_id)
-    return measured
+    return measure_in_context
 
 
 # -------------------------------------------------- Bucket sizes: which are tried of which rows, and which was the best
 
 
-TUNED = [REFERENCE, ZERO]  # each is also measured with the size of buckets that is DDP's best
+TUNED = [REFERENCE, ZERO]  # these rows are also measured with the bucket size that is DDP's best
 DEFAULT_MB = 25  # of DDP
-SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]
-# The rows of a sweep, and of the sweep at each rate of the curve: DDP alone, in fewer sizes.
+SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # MiB
+# The rows of a sweep; of the curve's sweep at each rate DDP alone, with fewer sizes.
 SWEPT = [*(RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(RowId(OVERLAP, size) for size in SIZES)]
 SWEPT_FOR_CURVE = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 
 
 def is_whole(sweep):
-    """Return whether there is a sweep, of more than DDP: to be shown."""
+    """Return whether `sweep` isn't None and has more than DDP, which is all that the curve's sweeps have."""
     return sweep is not None and any(row.base == OVERLAP for row in sweep.rows)
 
 
-def best(rows):
-    """Return RowIds of TUNED with the size with which DDP was fastest in a sweep; none where that is its default.
+def tuned_row_ids(rows):
+    """Return RowIds of TUNED with the bucket size with which DDP was fastest in a sweep; [] where that is its default.
 
     Stage 4 keeps its default.
     """
@@ -402,22 +404,24 @@ def best(rows):
     return [RowId(base, fastest.bucket_mb) for base in TUNED]
 
 
-def with_tuned(row_ids, tuned):
-    """List `row_ids`, with each of `tuned` behind the row that it is a variant of, or else at the end."""
+def with_tuned(row_ids, tuned_ids):
+    """List `row_ids`, with each of `tuned_ids` behind the row of the same base with default buckets, or at the end."""
     listed = []
     for row_id in row_ids:
-        sized = [tuned_id for tuned_id in tuned if tuned_id.base == row_id.base and row_id.bucket_mb is None]
-        listed += [row_id, *sized]
-    return listed + [tuned_id for tuned_id in tuned if tuned_id not in listed]
+        listed.append(row_id)
+        if row_id.bucket_mb is None:
+            listed += [tuned_id for tuned_id in tuned_ids if tuned_id.base == row_id.base]
+    return listed + [tuned_id for tuned_id in tuned_ids if tuned_id not in listed]
 
 
-def tuned(result, base):
-    """Return the row `base` of two hosts with the buckets that the sweep found best; None: not measured.
+def tuned_row(result, base):
+    """Return the row `base` of two hosts with the bucket size that the sweep found best; None: not measured.
 
     Where the default was the best of those tried, that is the row itself.
     """
-    sized = [row for row in result.rows if row.base == base and row.bucket_mb is not None and row.rounds_ms]
-    if sized:
-        return min(sized, key=lambda row: row.median_ms)
-    is_default_best = result.sweep is not None and all(row_id.base != base for row_id in best(result.sweep.rows))
+    with_size = [row for row in result.rows if row.base == base and row.bucket_mb is not None and row.rounds_ms]
+    if with_size:
+        return min(with_size, key=lambda row: row.median_ms)
+    has_sweep = result.sweep is not None
+    is_default_best = has_sweep and all(row_id.base != base for row_id in tuned_row_ids(result.sweep.rows))
     return result.timed(base) if is_default_best else None

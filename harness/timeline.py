@@ -58,7 +58,7 @@ class Recorder(Ledger):
         return result
 
 
-@catalogue.in_its_context
+@catalogue.in_context_of_row
 def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row without pauses. Returns the step of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":

@@ -20,9 +20,9 @@ from harness.gpt import MODELS
 from harness.meeting import disconnect as disconnect
 from harness.meeting import is_rank_0, leave, on_all_ranks, side_group
 
-LINES = 20  # of losses in a run, and the first and the last
+LOSS_LINES = 20  # about as many in a long run, and one after its first step
 PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
-TIMEOUT_S = 600  # that a rank waits for another one
+TIMEOUT_S = 600  # how long a rank waits for another one
 SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
 MISTAKES = OSError, ValueError, checkpoint.CheckpointError
 SETTINGS = "seed", "text", "accumulate", "sequence_length", "lr", "weight_decay", "clip", "dtype"  # what decides a step
@@ -113,7 +113,7 @@ def warmup_then_cosine(steps):
 
 
 def build_model(args, rank):
-    """Load the data first, so that a wrong --data is refused before anything large is made."""
+    """Return the model. The data are loaded first, so that a wrong --data is refused before anything large is made."""
     args.loaded = load_data(args, rank)
     return gpt.build_model(args, rank)
 
@@ -121,7 +121,7 @@ def build_model(args, rank):
 class Run:
     """Trains from the newest checkpoint on. Rank 0 prints conditions, losses and speed.
 
-    Losses are means over the ranks, over the micro-batches, and over the steps since the line before.
+    Losses are means over the ranks, over the micro-batches, and over the steps since the last line with a loss.
     """
 
     def __init__(self, args, rank, model, optimizer, scheduler):
@@ -131,9 +131,9 @@ class Run:
         self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last line
         self.sizes = [rank.world_size // args.tp, args.accumulate, args.batch_size, args.sequence_length]  # of a step
 
-    def batch(self, step, micro):
+    def batch(self, step, micro_batch):
         """Return (tokens, targets) of a micro-batch on this rank, each (B, T) int64."""
-        return self.batches.batch(step * self.args.accumulate + micro)
+        return self.batches.batch(step * self.args.accumulate + micro_batch)
 
     def add_loss(self, loss):
         """Add one micro-batch's part of the step's loss, a scalar tensor. Nothing waits for it here."""
@@ -144,25 +144,27 @@ class Run:
         which waits for the device and for all ranks, or by a save."""
         self.say_conditions()
         self.say(f"validation loss before: {self.evaluate():.4f}")
-        first = last_line = self.checkpoints.first_step
-        n, line_every = self.args.steps, max(10, self.args.steps // LINES // 10 * 10)
+        first = n_at_line = self.checkpoints.first_step
+        n = self.args.steps
+        steps_per_line = max(10, n // LOSS_LINES // 10 * 10)  # a multiple of 10
         started_at = line_at = time.perf_counter()
         for step in range(first, n):
             yield step
-            done = step + 1
-            if done in (first + 1, n) or done % line_every == 0:
+            n_done = step + 1
+            if n_done in (first + 1, n) or n_done % steps_per_line == 0:
+                n_steps = n_done - n_at_line  # since the last line
                 dist.all_reduce(self.loss_sum)
-                loss = self.loss_sum.item() / (done - last_line) / self.rank.world_size
-                done_at = time.perf_counter()  # behind item(), which waits for the device
-                seconds = (done_at - line_at) / (done - last_line)
-                last_line, line_at = done, done_at
+                loss = self.loss_sum.item() / n_steps / self.rank.world_size
+                now = time.perf_counter()  # after item(), which waits for the device
+                seconds = (now - line_at) / n_steps
+                n_at_line, line_at = n_done, now
                 self.loss_sum.zero_()
                 speed = math.prod(self.sizes) / seconds
-                self.say(f"step {done:>{len(str(n))}}/{n}  loss {loss:.4f}  {speed:,.0f} tokens/s  "
+                self.say(f"step {n_done:>{len(str(n))}}/{n}  loss {loss:.4f}  {speed:,.0f} tokens/s  "
                          f"{seconds * 1000:,.1f} ms/step")
-                if done == n:
-                    self.say(f"{n - first} steps in {done_at - started_at:.1f} s")
-            self.checkpoints.step_done(done)
+                if n_done == n:
+                    self.say(f"{n - first} steps in {now - started_at:.1f} s")
+            self.checkpoints.step_done(n_done)
         self.say(f"validation loss after: {self.evaluate():.4f}")
 
     @torch.no_grad()
@@ -181,14 +183,14 @@ class Run:
         script, n_params = Path(sys.argv[0]).resolve(), sum(param.numel() for param in self.model.parameters())
         cpu = f"CPU with {torch.get_num_threads()} thread(s)"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-        python = f"the source of the standard library of Python {platform.python_version()}"
+        stdlib = f"the source of the standard library of Python {platform.python_version()}"
         shared = f", {args.tp} of which share each layer" if args.tp > 1 else ""
         self.say(f"{script.parent.name}/{script.name}: {world_size} rank(s) with {backend}, each on {name}{shared}, "
                  f"torch {torch.__version__}")
         self.say(f"model {args.model}, {n_params:,} parameters, {args.dtype}; lr {args.lr:g}, weight decay "
                  f"{args.weight_decay:g}, clip {args.clip:g}, seed {args.seed}")
         self.say(f"batch {' x '.join(map(str, self.sizes))} (ranks x micro-batches x sequences x bytes) of "
-                 f"{args.data or python}")
+                 f"{args.data or stdlib}")
 
     def say(self, line):
         if self.rank.rank == 0:
@@ -207,7 +209,7 @@ class StopSignal:
     """Knows whether a rank was told to stop, as all ranks see it after the same step. The handler only takes a note."""
 
     def __init__(self, timeout_s):
-        self.numbers = [0]
+        self.numbers = [0]  # of the signals that have arrived; 0 is none
         for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as under nohup: the terminal may go
                 signal.signal(signal_number, lambda signal_number, frame: self.numbers.append(signal_number))
@@ -226,7 +228,7 @@ class Checkpoints:
     def __init__(self, args, rank, model, optimizer, scheduler):
         self.args = args
         self.trained = model, optimizer
-        self.first_step = 0  # so many steps were done when the checkpoint was saved that is loaded here
+        self.first_step = 0  # the number of steps that were done when the loaded checkpoint was saved
         self.damaged_paths = []
         if args.checkpoint:
             self.settings = {name: getattr(args, name) for name in SETTINGS}
@@ -238,7 +240,7 @@ class Checkpoints:
             self.stop_signal = StopSignal(args.timeout)
 
     def step_done(self, n_done):
-        """Save if it is time to. After a signal the run ends here, saved. Collective."""
+        """Save if a save is due. After a signal save, and end the run. Collective."""
         if not self.args.checkpoint:
             return
         signal_name = self.stop_signal.agreed_name()

@@ -1,8 +1,9 @@
 """Measures rows of the bench on two hosts, made on one machine and joined by a link of limited rate.
 
---curve measures the rows of the curve at one rate after the other, DDP's buckets tuned first by a short sweep. A rate
-whose rows are in the file already is left out: what was interrupted goes on. `make report` draws the picture when the
-file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad input.
+--curve measures the rows of the curve at one rate after the other. At each, a short sweep tunes DDP's buckets first. A
+rate whose rows are in the file already is left out, so a run that was interrupted goes on. `make report` draws the
+picture when the file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad
+input.
 """
 
 import argparse
@@ -19,12 +20,11 @@ import sys
 from pathlib import Path
 
 from harness import command_line, every_row, examine, links, pictures, tables, timeline
-from harness import results as saved
 from harness import rows as catalogue
 from harness.command_line import COUNT, write
 from harness.examine import Settings
 from harness.gpt import MODELS
-from harness.results import Accumulation, Result, Sweep
+from harness.results import Accumulation, Result, Sweep, from_json, merged, to_json
 from harness.rows import RowId, is_asked
 from harness.workers import WorkerError, Workers, on_rank_0
 
@@ -34,16 +34,16 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = [*map(RowId, (
     catalogue.COMPUTE_ONLY, "compute + bytes", catalogue.REFERENCE, "ddp + stage 2", catalogue.ZERO, catalogue.FSDP2,
     catalogue.REPLICATED, catalogue.NAIVE_BROADCAST, catalogue.ALL_GATHER, catalogue.GRAD_BUFFER, "owner reduce")),
-    RowId("owner reduce", 2), *(RowId(row.name) for row in catalogue.APART),
+    RowId("owner reduce", 2), *(RowId(row.name) for row in catalogue.HALF_OVERLAPS),
     *map(RowId, (catalogue.OVERLAP, "compute only bf16", catalogue.OVERLAP_BF16, "stage 4, whole messages"))]
 # --rows curve: what --curve times at each rate.
 CURVE = [*map(RowId, (catalogue.COMPUTE_ONLY, catalogue.REFERENCE, catalogue.REPLICATED, catalogue.ALL_GATHER,
                       catalogue.GRAD_BUFFER, catalogue.OVERLAP, catalogue.FSDP2))]
-# Steps of a round: on a slow line each is long, and the line alone decides how long.
+# Steps per round: few on a slow link, where a step is long and the link alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
-# Rows of which a step is recorded too: which part of its communication is exposed.
-RECORDED = {"compute + bytes", catalogue.FSDP2, *catalogue.LADDER, *(row.name for row in catalogue.APART)}
-UNDRAWN = "variants", "muon", "hybrid"  # have a time and no picture
+# Rows of which a step is recorded, to show which part of its communication is exposed.
+RECORDED = {"compute + bytes", catalogue.FSDP2, *catalogue.LADDER, *(row.name for row in catalogue.HALF_OVERLAPS)}
+UNDRAWN = "variants", "muon", "hybrid"  # words of --rows: rows that they name get a time, and no picture
 VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
 
@@ -69,21 +69,22 @@ def parse(description):
     args = parser.parse_args()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
-    every = [row_id.name for row_id in [*ROWS, *VARIANTS]]
-    if args.rows != "curve" and not any(is_asked(args.rows, name) for name in every):
-        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
+    names = [row_id.name for row_id in [*ROWS, *VARIANTS]]
+    if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
+        fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
     return args
 
 
 def bits_per_second(rate):
     """Parse "300mbit" as 3e8."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if not match or not 1e3 <= float(match[1]) * UNITS[match[2]] <= 1e12:
+    bits = float(match[1]) * UNITS[match[2]] if match else 0
+    if not 1e3 <= bits <= 1e12:
         fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
-    return float(match[1]) * UNITS[match[2]]
+    return bits
 
 
-# ------------------------ Two network namespaces of Linux, joined by a line that is held to a rate, and gone afterwards
+# ------------------------ Two network namespaces of Linux, joined by a link that is held to a rate, and gone afterwards
 
 
 NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
@@ -91,8 +92,8 @@ TCP = "cubic"  # Linux's default, whatever this machine has set: how senders fin
 CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
-def left_behind():
-    """Return our namespaces whose process has ended without removing them, by SIGKILL."""
+def stale_namespaces():
+    """Return our namespaces whose process was killed before it could remove them."""
     namespaces = Path("/run/netns").iterdir() if Path("/run/netns").exists() else ()
     matches = [re.fullmatch(r"dopt-(\d+)-[ab]", path.name) for path in namespaces]
     return [match[0] for match in matches if match and not Path("/proc", match[1]).exists()]
@@ -108,8 +109,8 @@ class Hosts:
 
     def __enter__(self):
         try:
-            for name in left_behind():
-                with contextlib.suppress(OSError):  # another run has been quicker
+            for name in stale_namespaces():
+                with contextlib.suppress(OSError):  # another run may have removed it
                     run("ip", "netns", "delete", name)
             for name in self.names:
                 run("ip", "netns", "add", name)
@@ -120,6 +121,7 @@ class Hosts:
                 run("ip", "-n", name, "link", "set", "lo", "up")
                 run("ip", "-n", name, "link", "set", link, "up")
                 run("ip", "-n", name, "route", "change", NETWORK, "dev", link, "congctl", TCP)
+                # A megabyte may be sent at once; what would then wait longer than 50 ms is dropped.
                 run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate,
                     "burst", "1mb", "latency", "50ms")
         except BaseException:
@@ -128,7 +130,7 @@ class Hosts:
         return self
 
     def __exit__(self, *exception):
-        """Remove the namespaces, and the link with them. A second Ctrl-C doesn't interrupt that."""
+        """Remove the namespaces, and the link with them. A second Ctrl-C doesn't interrupt this."""
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
         try:
@@ -140,7 +142,7 @@ class Hosts:
                 signal.signal(number, handler)
 
     def enter(self, rank):
-        """Put the process of this rank, which has no tensors yet, on its host, with every second core for each host."""
+        """Put the process of this rank, which has no tensors yet, on its host, which has every second core."""
         host = rank // self.ranks_per_host
         with open(Path("/run/netns", self.names[host])) as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
@@ -152,14 +154,15 @@ class Hosts:
 
 def run(*command):
     """Run one command of iproute2 and return what it prints. Raises OSError, in one line."""
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)  # Ctrl-C is not for it
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    # In a session of its own, so that Ctrl-C doesn't reach it.
+    process = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if process.returncode:
+        raise OSError(f"{' '.join(command)}: {process.stderr.strip()}")
+    return process.stdout
 
 
-def missing():
-    """Say in a line what this machine lacks, or return None."""
+def missing_requirement():
+    """Return a line about what this machine lacks, or None."""
     if tools := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"{' and '.join(tools)} not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
@@ -170,8 +173,9 @@ def missing():
 # ------------------------------------------------------------------------------------------- What is measured on them
 
 
-SWEEP_STEPS = 3  # at most, in one round: it finds a size, and the row with that size is then measured as any other
-LIMIT_S = 3600  # of one row: on a slow line a step takes a minute
+SWEEP_STEPS = 3  # at most, in one round: a sweep only finds a size. The row with that size is then measured as usual
+ACCUMULATION_ROUNDS = 2  # at most
+LIMIT_S = 3600  # of one row: on a slow link a step takes a minute
 
 
 def measure_on_two_hosts(args):
@@ -188,19 +192,20 @@ def measure(args, workers):
     def progress(text):
         print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
     is_curve = args.rows == "curve"
-    sweep, tuned = None, args.tuned
+    sweep = None
+    tuned_ids = args.tuned_ids
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-        sizes = catalogue.SWEPT_FOR_CURVE if is_curve else catalogue.SWEPT
-        swept = every_row.measure_rows(workers, short, sizes, progress)
-        sweep = Sweep(swept.conditions, swept.rows)
-        tuned = catalogue.best(swept.rows)
-    result = every_row.measure_rows(workers, settings, rows_to_measure(args, tuned), progress)
+        row_ids = catalogue.SWEPT_FOR_CURVE if is_curve else catalogue.SWEPT
+        sweep_result = every_row.measure_rows(workers, short, row_ids, progress)
+        sweep = Sweep(sweep_result.conditions, sweep_result.rows)
+        tuned_ids = catalogue.tuned_row_ids(sweep.rows)
+    result = every_row.measure_rows(workers, settings, rows_to_measure(args, tuned_ids), progress)
     result.sweep = sweep
     if not is_curve and not any(word in args.rows for word in UNDRAWN):
         timeline.record_rows(workers, settings, [row for row in result.rows if row.base in RECORDED], progress)
     if args.accumulation:
-        time_accumulation(workers, settings, result, tuned, progress)
+        time_accumulation(workers, settings, result, tuned_ids, progress)
     progress("")
     print(end="\r", file=sys.stderr)
     result.conditions = dataclasses.replace(
@@ -209,80 +214,84 @@ def measure(args, workers):
     return result
 
 
-ALWAYS = catalogue.REFERENCE, catalogue.COMPUTE_ONLY
-ACCUMULATED = *ALWAYS, catalogue.GRAD_BUFFER, catalogue.OVERLAP
+ALWAYS_MEASURED = catalogue.REFERENCE, catalogue.COMPUTE_ONLY  # whatever --rows says
+ROWS_OF_ACCUMULATION = *ALWAYS_MEASURED, catalogue.GRAD_BUFFER, catalogue.OVERLAP
 
 
-def rows_to_measure(args, tuned):
-    """Return the RowIds that --rows asks for, with those of `tuned` sizes behind their default."""
+def rows_to_measure(args, tuned_ids):
+    """Return the RowIds that --rows asks for, with those of tuned bucket sizes behind the default ones."""
     if args.rows == "curve":
-        return catalogue.with_tuned(CURVE, [row_id for row_id in tuned if row_id.base == catalogue.REFERENCE])
-    always = ACCUMULATED if args.accumulation else ALWAYS
-    named = [*ROWS, *VARIANTS] if args.rows else ROWS
-    chosen = [row_id for row_id in named if is_asked(args.rows, row_id.name) or row_id.name in always]
-    sized = [row_id for row_id in tuned if is_asked(args.rows, row_id.name) or row_id.base == catalogue.REFERENCE]
-    return catalogue.with_tuned(chosen, sized)
+        return catalogue.with_tuned(CURVE, [row_id for row_id in tuned_ids if row_id.base == catalogue.REFERENCE])
+    always = ROWS_OF_ACCUMULATION if args.accumulation else ALWAYS_MEASURED
+    candidates = [*ROWS, *VARIANTS] if args.rows else ROWS
+    row_ids = [row_id for row_id in candidates if is_asked(args.rows, row_id.name) or row_id.name in always]
+    tuned_ids = [row_id for row_id in tuned_ids
+                 if is_asked(args.rows, row_id.name) or row_id.base == catalogue.REFERENCE]
+    return catalogue.with_tuned(row_ids, tuned_ids)
 
 
 def count_cores(rank):
     return len(os.sched_getaffinity(0))
 
 
-def time_accumulation(workers, settings, result, tuned, progress):
-    """Set the result's `accumulation`, if all rows in it are right: a wrong row gets no time."""
-    rows = [row for row in result.rows if row.name in ACCUMULATED]
+def time_accumulation(workers, settings, result, tuned_ids, progress):
+    """Set the result's `accumulation`, unless one of its rows has failed: a wrong row gets no time."""
+    rows = [row for row in result.rows if row.name in ROWS_OF_ACCUMULATION]
     if any(row.error for row in rows):
         return
-    ddp_mb = next((row_id.bucket_mb for row_id in tuned if row_id.base == catalogue.REFERENCE), None)
-    short = settings._replace(rounds=min(settings.rounds, 2))
+    ddp_mb = next((row_id.bucket_mb for row_id in tuned_ids if row_id.base == catalogue.REFERENCE), None)
+    short = settings._replace(rounds=min(settings.rounds, ACCUMULATION_ROUNDS))
 
     def time_rows():
-        accumulated = examine.time_rows(workers, short, ddp_mb, progress)
+        accumulated_rows = examine.time_rows(workers, short, ddp_mb, progress)
         conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
-        result.accumulation = Accumulation(conditions, accumulated, ddp_mb)
+        result.accumulation = Accumulation(conditions, accumulated_rows, ddp_mb)
     every_row.attempt(rows[-1], time_rows)
 
 
-def earlier(args):
-    """Read what the file holds: a list of Results, each of one rate. Fails where it holds something else."""
+def results_in_file(args):
+    """Read a list of Results from the --json file, each of one rate. Fails where the file holds something else."""
     if args.json is None or not args.json.exists():
         return []
     if not args.json.is_file():
         fail(f"--json {args.json}: it is no file: results of other rates are saved in it")
-    other = f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file"
+    message = f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file"
     try:
-        results = saved.from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
+        results = from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
     except (OSError, ValueError) as error:
-        fail(f"{other}: {error}")
-    return results if all(result.conditions.rate for result in results) else fail(other)
+        fail(f"{message}: {error}")
+    if not all(result.conditions.rate for result in results):
+        fail(message)
+    return results
 
 
 def add_to_file(args, result):
     """Put the result first in the file, before those of other rates, and draw the picture beside it.
 
-    What was asked for and has failed isn't taken over from the run before.
+    The file's accumulation or sweep at this rate stays if none was asked for now; if one was and has failed, there is
+    none.
     """
     reused = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
-    result = saved.merged(result, earlier(args), reused)
-    write("--json", args.json, saved.to_json(result), fail)
+    result = merged(result, results_in_file(args), reused)
+    write("--json", args.json, to_json(result), fail)
     if pictures.can_draw() and (picture := links.steps_picture(result.at_all_rates())):
         write("--json", args.json.with_suffix(".svg"), picture, fail)
 
 
 def measure_curve(args):
     """Measure each rate in turn; then print the table of all of them."""
-    def measured():
-        return {result.conditions.rate: result for result in earlier(args)
+    def results_by_rate():
+        return {result.conditions.rate: result for result in results_in_file(args)
                 if all(result.timed(*row_id) for row_id in CURVE)}
     for rate in args.curve.split(","):
-        if rate in measured():
-            conditions = measured()[rate].conditions
+        if rate in results_by_rate():
+            conditions = results_by_rate()[rate].conditions
             print(f"{rate}: in {args.json} already, of {conditions.machine}, commit {conditions.commit}")
             continue
-        of_rate = {"rate": rate, "rows": "curve", "sweep": True, "steps": CURVE_STEPS.get(rate, 4)}
-        if measure_rate(argparse.Namespace(**{**vars(args), **of_rate})):
+        options = {"rate": rate, "rows": "curve", "sweep": True, "steps": CURVE_STEPS.get(rate, 4)}
+        if measure_rate(argparse.Namespace(**{**vars(args), **options})):
             sys.exit(1)
-    print(tables.sheet_text(links.curve_sheet(list(measured().values())), tables.WIDTH))
+    print(tables.sheet_text(links.curve_sheet(list(results_by_rate().values())), tables.WIDTH))
 
 
 def main():
@@ -298,18 +307,18 @@ def main():
 
 def measure_rate(args):
     """Measure at one rate, print and save the result. Returns whether a row is wrong. Exits where a host fails."""
-    before = earlier(args)  # fails before the measurement if the file holds something else
-    sweeps = [result.sweep for result in before if result.conditions.rate == args.rate and result.sweep]
-    args.tuned = catalogue.best(sweeps[0].rows) if sweeps and not args.sweep else []
-    if reason := missing():
+    earlier_results = results_in_file(args)  # fails before the measurement if the file holds something else
+    sweeps = [result.sweep for result in earlier_results if result.conditions.rate == args.rate and result.sweep]
+    args.tuned_ids = catalogue.tuned_row_ids(sweeps[0].rows) if sweeps and not args.sweep else []
+    if reason := missing_requirement():
         sys.exit(f"network: {reason}")
     exit_on_signals()
     try:
         result = measure_on_two_hosts(args)
     except (OSError, WorkerError) as error:
         sys.exit(f"network: {error}")
-    recorded, title = links.recorded_steps(result)
-    steps = f"{title}\n{pictures.text(recorded)}\n" if recorded else ""  # before add_to_file: it drops most of them
+    steps, title = links.recorded_steps(result)
+    steps_text = f"{title}\n{pictures.text(steps)}\n" if steps else ""  # before add_to_file: it drops most steps
     try:
         if args.json:
             add_to_file(args, result)
@@ -317,12 +326,12 @@ def measure_rate(args):
         show(result)
     if args.json:
         picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
-        print(f"{steps}written to {args.json}{picture}")
+        print(f"{steps_text}written to {args.json}{picture}")
     return every_row.is_wrong(result)
 
 
 def exit_on_signals():
-    """Let SIGTERM and SIGHUP end this process as Ctrl-C does: what it has started and made is removed."""
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that what it has started and made is removed."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
 

@@ -81,7 +81,7 @@ def counted(name, d=8):
         optimizers = getattr(training.optimizer, "optimizers", [training.optimizer])  # of Chained
         numel = sum(param.numel() for param in net.parameters())
         buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in optimizers) / numel
-        return Counted(ledger.wire_bytes / numel, len(ledger.entries), memory.settled() / numel - buffers,
+        return Counted(ledger.wire_bytes / numel, len(ledger.entries), memory.settle() / numel - buffers,
                        configuration.wire_bytes(numel, d) / numel,
                        configuration.bytes_per_param(numel, d, training.optimizer) - buffers)
 

@@ -28,7 +28,7 @@ def can_make_hosts():
     """Whether this machine lets us: root alone doesn't, in most containers."""
     try:
         with Hosts("1gbit"):
-            return two_hosts.missing() is None
+            return two_hosts.missing_requirement() is None
     except OSError:
         return False
 
@@ -85,7 +85,7 @@ def test_network_json_is_like_bench_json_with_the_steps_of_both_ranks(result):
     others[0].other_rates = []
     assert result.other_rates == others
     names = [row.name for row in result.rows]
-    assert names == ["compute only", "ddp", *(row.name for row in catalogue.APART), "stage 4 overlap",
+    assert names == ["compute only", "ddp", *(row.name for row in catalogue.HALF_OVERLAPS), "stage 4 overlap",
                      "stage 4 overlap bf16", *(row.name for row in catalogue.UNTUNED)]
     assert not any(row.error for row in result.rows)
     assert [row.max_abs_diff for row in result.rows[2:]] == [0] * 6  # of ddp, of replicated fp32 copies
@@ -147,7 +147,7 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
     assert end.value.code == "network: ip and tc not found: install iproute2 (Linux only)"
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "need root" in two_hosts.missing()
+    assert "need root" in two_hosts.missing_requirement()
 
 
 def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
         return found
 
     def measured(args):
-        tuned.append(args.tuned)
+        tuned.append(args.tuned_ids)
         path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
         now = of_rate("300mbit")
         now.conditions.date, now.accumulation, now.sweep = "3000-01-01", None, None
@@ -170,7 +170,7 @@ def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
     path, tuned, other, before = tmp_path / "network.json", [], of_rate("1gbit"), of_rate("300mbit")
     times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("stage 4 overlap", 1, 0.5)]
     sweep = Sweep(before.conditions, [Row(base, mb, "peer", rounds_ms=[ms]) for base, mb, ms in times])
-    monkeypatch.setattr(two_hosts, "missing", lambda: None)
+    monkeypatch.setattr(two_hosts, "missing_requirement", lambda: None)
     monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
     monkeypatch.setattr(two_hosts, "exit_on_signals", lambda: None)
     for swept, asked, kept in ((None, [], (before.accumulation, None)), (sweep, [], (before.accumulation, sweep)),
@@ -210,6 +210,6 @@ def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypa
     monkeypatch.setattr(examine, "time_rows", lambda *_: [AccumulatedRow(1)])
     monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2"])
     args = two_hosts.parse("")
-    args.tuned = []
+    args.tuned_ids = []
     result = two_hosts.measure(args, workers=None)
     assert (result.accumulation is not None) == (error is None)

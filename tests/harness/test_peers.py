@@ -26,7 +26,7 @@ from tests.pairs import Pair
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [RowId("ddp", 0.01), RowId("ddp + torch ZeRO", 0.01), RowId("ddp + stage 1", ONE_PARAMETER),
          RowId("ddp + stage 2", 0.01), RowId("stage 4 overlap", ONE_PARAMETER), RowId("owner reduce", 0.01)]
-OTHERS = [*(RowId(row.name) for row in (*rows.APART, *rows.UNTUNED, rows.find(rows.REPLICATED))),
+OTHERS = [*(RowId(row.name) for row in (*rows.HALF_OVERLAPS, *rows.UNTUNED, rows.find(rows.REPLICATED))),
           *map(RowId, ("stage 3 bf16/fp32", "stage 3 bf16/bf16", "stage 3 fp16/fp32", "stage 3 fp16/fp16"))]
 
 

@@ -24,11 +24,11 @@ COST = alone.Cost(activations=1000.0, flops=2000.0)
 
 @pytest.mark.parametrize("row", [*map(rows.find, command.ROWS["fp32"]), *rows.PLANNED], ids=lambda row: row.name)
 def test_counted_bytes_are_those_of_the_formula(row):
-    has_size = row.name in command.STAGE_4
-    recorded = alone.record(RowId(row.name, 2 if has_size else None), TINY, 4, COST)
+    has_bucket_size = row.name in command.STAGE_4
+    recorded = alone.record(RowId(row.name, 2 if has_bucket_size else None), TINY, 4, COST)
     assert sum(recorded.held.values()) == pytest.approx(recorded.theory, rel=0.02)  # padding
     largest = max([event.n_bytes for event in recorded.events if event.kind == "reduce_scatter"], default=0)
-    assert not has_size or recorded.held["buffers"] == pytest.approx(2 * largest, rel=0.02)
+    assert not has_bucket_size or recorded.held["buffers"] == pytest.approx(2 * largest, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["stage 2 all-gather", "stage 3 grad buffer", "stage 3 bf16/fp32"])
@@ -46,8 +46,8 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
     with alone.fake(1):
         for spec, numel in ((models.NAMED["7b"], 6_738_415_616), (models.NAMED["13b"], 13_015_864_320),
                             (models.NAMED["7b"]._replace(tensor_parallel=2), 6_738_415_616 / 2)):
-            found = sum(param.numel() for param in models.build_model(spec, "bfloat16").parameters())
-            assert found == pytest.approx(numel, rel=1e-4 if spec.tensor_parallel == 2 else 0)
+            counted = sum(param.numel() for param in models.build_model(spec, "bfloat16").parameters())
+            assert counted == pytest.approx(numel, rel=1e-4 if spec.tensor_parallel == 2 else 0)
 
 
 @pytest.mark.parametrize("row_id, model, d, sent, waits", [
@@ -55,7 +55,7 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
      {("backward", 0), ("step", 0), ("forward", 1)}),
     (RowId("ddp"), TINY, 4, {("all_reduce", "backward", 4, 1)}, {("backward", 0)}),
     (RowId("owner reduce"), NANO, 4, {("reduce", "backward", 4, 1), ("broadcast", "step", 4, 1)}, {("step", 0)}),
-    (RowId(rows.PLANNED[-1].name, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
+    (RowId(rows.HYBRID_BF16, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
                                                    ("all_gather", "step", 64, 1)}, {("step", 0), ("forward", 1)})])
 def test_when_messages_leave_among_which_ranks_and_when_they_are_waited_for(row_id, model, d, sent, waits):
     """`sent`: kind, phase, number of ranks, stride. `waits`: phase, and 1 for what the step before has sent."""
@@ -78,8 +78,9 @@ def test_a_copy_reads_one_tensor_and_writes_another():
             run()
             assert [event.n_bytes for event in dry.events] == [n_bytes]
 
-# Computes 1000 FLOPs a second; sends 100 bytes a second; two ranks, one a node; no latency.
-SLOW = Hardware(1000.0, math.inf, math.inf, 100.0, per_node=1, latency_in_node=0.0, latency_between=0.0)
+# One rank per node, 1000 FLOPs and 100 bytes a second.
+SLOW = Hardware(flops=1000.0, memory_rate=math.inf, in_node=math.inf, between=100.0, per_node=1, latency_in_node=0.0,
+                latency_between=0.0)
 NODES = Hardware(1.0, 1.0, in_node=1000.0, between=100.0, per_node=2, latency_in_node=1.0, latency_between=10.0)
 
 
@@ -91,7 +92,8 @@ def sends(phase, n_bytes, kind="reduce_scatter", index=0):  # a reduce-scatter o
     return Event("launch", phase, n_bytes=n_bytes, kind=kind, index=index)
 
 
-ACCUMULATES = [computes("backward", 1000), sends("backward", 400), Event("wait", "backward"), computes("step", 500)]
+ACCUMULATING_STEP = [computes("backward", 1000), sends("backward", 400), Event("wait", "backward"),
+                     computes("step", 500)]
 
 
 @pytest.mark.parametrize("events, options, seconds, exposed", [
@@ -104,8 +106,9 @@ ACCUMULATES = [computes("backward", 1000), sends("backward", 400), Event("wait",
     pytest.param([computes("forward", 500), Event("wait", "forward", lag=1), computes("forward", 500),
                   sends("step", 400, "all_gather")], {}, 2.5, 1.5,  # half of the next forward pass hides 0.5 of 2 s
                  id="parameters of the step before are waited for in this one"),
-    pytest.param(ACCUMULATES, {"micro_batches": 3}, 3 * 1 + 2 + 0.5, 2, id="accumulation exchanges once"),
-    pytest.param(ACCUMULATES, {"micro_batches": 3, "exchange_each": True}, 3 * (1 + 2) + 0.5, 6, id="or each time")])
+    pytest.param(ACCUMULATING_STEP, {"micro_batches": 3}, 3 * 1 + 2 + 0.5, 2, id="accumulation exchanges once"),
+    pytest.param(ACCUMULATING_STEP, {"micro_batches": 3, "exchange_each": True}, 3 * (1 + 2) + 0.5, 6,
+                 id="or each time")])
 def test_a_step_takes_what_a_reader_adds_up(events, options, seconds, exposed):
     step = replay(events, SLOW, 2, **options)
     assert (step.seconds, step.exposed_seconds) == (pytest.approx(seconds), pytest.approx(exposed))
@@ -124,14 +127,14 @@ def test_a_message_passes_every_rank_and_pays_for_every_hop(kind, n_bytes, d, st
 
 
 def test_a_bucket_as_large_as_the_model_is_not_taken():
-    """Two buffers as large as all gradients save no memory, so such a size isn't taken, however fast it is."""
+    """Skip such a size however fast it is, because two buffers that take as much as all gradients save no memory."""
     args = SimpleNamespace(world=2, bucket_cap_mb=None, accumulate=1, device="h100", device_memory=1, dtype="bf16",
                            tensor_parallel=1)
     buckets = ((None, 1, 4e18), (100, 40, 3e18), (400, 50, 2e18), (1600, 60, 1e16), (6400, 200, 1e15))
-    plan = command.Planner(args, {
+    planner = command.Planner(args, {
         (RowId("stage 4 bf16", mb), 2): alone.Recorded(1, {"parameters": 100, "buffers": buffers}, 1, 1,
-                                                        [computes("step", flops)]) for mb, buffers, flops in buckets})
-    assert plan.tuned("stage 4 bf16") == RowId("stage 4 bf16", 400)
+                                                       [computes("step", flops)]) for mb, buffers, flops in buckets})
+    assert planner.best_size("stage 4 bf16") == RowId("stage 4 bf16", 400)
 
 
 def test_a_rate_that_nobody_can_calibrate_is_an_error():
@@ -152,4 +155,4 @@ def test_the_program_prints_its_tables(tmp_path):
     assert [column.key for column in sheets["ranks"].columns] == ["name", "8", "16"]
     assert sheets["ranks"].numbers("16") == pytest.approx(ms, rel=1e-5)
     assert all(once[name] <= each[name] * 1.001 for name in ms)
-    assert max(each[name] / once[name] for name in ms) > 1.2  # of rows that wait in every micro-batch
+    assert max(each[name] / once[name] for name in ms) > 1.2  # of rows that wait for messages in every micro-batch

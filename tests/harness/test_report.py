@@ -199,7 +199,7 @@ def test_the_ladder_has_bytes_of_the_formula_and_dashes_for_what_failed(monkeypa
 
 def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
     """Or of the default one, where no sweep was made, or where no size of it was better."""
-    tuned, best = results.by_rate()[0], catalogue.tuned(results.by_rate()[0], "ddp")
+    tuned, best = results.by_rate()[0], catalogue.tuned_row(results.by_rate()[0], "ddp")
     untuned = dataclasses.replace(tuned, sweep=None, rows=[row for row in tuned.rows if row.bucket_mb is None])
     default = untuned.find("ddp")
     default_is_best = dataclasses.replace(untuned, sweep=dataclasses.replace(tuned.sweep, rows=[default]))

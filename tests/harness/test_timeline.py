@@ -90,7 +90,7 @@ def test_the_memory_curve_ends_where_the_counter_ends(rank, name):
     settings, configuration = Settings("nano", batch_size=2, sequence_length=16), rows.find(name)
     recorded, batches = max(timeline.record(rank, settings, name).memory), make_batches(settings, rank)
     gc.collect()
-    with configuration.inside(), Memory(rank.device) as memory:
+    with configuration.context(), Memory(rank.device) as memory:
         training = configuration.build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in (*batches[:2], batches[1]):
             memory.reset_peak()

@@ -116,4 +116,4 @@ def test_gradients_travel_once_however_often_the_norm_is_asked_for(rank, stage):
 def test_the_ledger_does_not_wait_for_ever():
     with pytest.raises(TimeoutError, match="all_reduce of 4 bytes is not complete after 0.05 s"), Ledger() as ledger:
         ledger.limit_s = 0.05
-        ledger.under_way.append((Collective("all_reduce", 4, torch.float32, 2, "gloo", 4, 0.0), threading.Event()))
+        ledger.pending.append((Collective("all_reduce", 4, torch.float32, 2, "gloo", 4, 0.0), threading.Event()))
