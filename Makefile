@@ -90,7 +90,7 @@ lint: $(TOOLS)
 
 exercise:
 	$(if $(TO),,$(error write STAGE=3 TO=mine, the folder of the package that is written))
-	@$(or $(wildcard $(PYTHON)),python3) -m grade.skeleton '$(STAGE)' '$(TO)'
+	@$(or $(wildcard $(PYTHON)),python3) -m grade.exercises '$(STAGE)' '$(TO)'
 
 grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
@@ -126,7 +126,7 @@ diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,A B,$(if $(call one_of,$($(stage)),$(STAGES)),,$(error there is no stage $($(stage)): write A=2 B=3)))
 	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
-		$(or $(wildcard $(PYTHON)),python3) -m grade.diff $(A) $(B))
+		$(or $(wildcard $(PYTHON)),python3) -m harness.diff $(A) $(B))
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

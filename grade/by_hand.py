@@ -1,21 +1,17 @@
-"""Decodes a step by hand: elements start at 0, 1, 2, …, so that each tells what it holds, and so the mistake.
-
-An element is where it should be, or where it was, or it holds what another should, padding, or a gradient.
-"""
+"""Decodes a step by hand: elements start at 0, 1, 2, …, so that each tells what it holds, and so the mistake."""
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from grade.grader import UNKNOWN, Wrong, at, shorten
-from grade.runs import LR, Run
+from grade.grader import UNKNOWN, Wrong, shorten
+from grade.runs import LR, Run, counted
 
 SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
 TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
-OWN = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
+NOT_AVERAGED = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
 NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
 DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
 ALMOST = "almost right, to two or three digits: something travels or is summed in 16 bits"
@@ -26,13 +22,16 @@ STALE = "what a rank has stepped reaches the others and not its own model: its o
 ADDED = "gradients of the step before are added: the docstring of step() says that they are gone"
 AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it everywhere, or nowhere"
 OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
-NOTHING = {  # what the inner optimizer was fed -> why nothing has moved
+NOTHING = {  # what inner optimizers were fed, on some rank at least -> why nothing has moved
     "nothing": "no torch optimizer has stepped a parameter: step() steps the inner optimizer, which owns parameters",
     "no gradients": "the inner optimizer's parameters have no gradients: they are copies that nobody gave one",
     "zeros": "the inner optimizer's gradients are all 0: main gradients must be filled with what was reduced",
-    "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model",
-}
+    "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model"}
+NOT_AWAITED = "a collective with async_op=True returns a work: wait() for it before what it brings is read"
+NOT_FINISHED = "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
 PADDING = "0, as padding is"
+PADDED = "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
+MISPLACED = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class ByHand(Run):
     dtype: torch.dtype = torch.float32
     options: tuple = ()  # further arguments of the constructor: ("name", value), …
     lr: float = LR
-    reverse: bool = False  # on rank 1 gradients come in the other order
-    gone: bool = False  # gradients, after a step: without zero_grad() they may add up, as in torch, or not
-    of_rank: bool = False  # elements are r everywhere on rank r
+    reverses: bool = False  # on rank 1 gradients come in the other order
+    uses_up: bool = False  # a step uses gradients up; otherwise, without zero_grad(), they may also add up, as in torch
+    start_is_rank: bool = False  # elements are r everywhere on rank r
 
     def start(self):
         return torch.arange(float(sum(self.numels)))
@@ -56,173 +55,208 @@ class ByHand(Run):
         return torch.cat([torch.full((n,), float(2**rank * s)) for n, s in zip(self.numels, self.scales)])
 
     def model(self, seed):
-        values = torch.full_like(self.start(), seed) if self.of_rank else self.start()
+        values = torch.full_like(self.start(), seed) if self.start_is_rank else self.start()
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
     def settings(self):
         return torch.optim.SGD, {"lr": self.lr, **dict(self.options)}
 
     def shown_by(self, world_size, step):
+        if self.reverses or self.options or self.start_is_rank or not self.zeroes:
+            return ""
         sizes = ",".join(map(str, self.numels))
-        return "" if self.reverse or self.options or self.of_rank or not self.zero else (
-            f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}")
+        return f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}"
 
     def loss(self, model, number, rank):
-        terms = list(zip(model, self.scales))[:: -1 if self.reverse and rank == 1 else 1]
+        terms = list(zip(model, self.scales))[:: -1 if self.reverses and rank == 1 else 1]
         return sum((param * scale).sum() for param, scale in terms) * 2**rank  # the last term's gradient is the first
 
+    def factors(self):
+        """Return by how many mean gradients an element may have moved: those of step 1 are used up, or add up."""
+        return [self.steps] if self.zeroes or self.uses_up else [2, 3]
 
-def explain(case, ranks, finishes):
+    def expected(self, d):
+        lr_times_mean = self.lr * (2**d - 1) / d
+        if len(set(self.scales)) > 1:
+            figure = f"{', '.join(f'{lr_times_mean * scale:.3g}' for scale in self.scales)} of the parameters"
+        elif self.zeroes:
+            figure = f"{self.lr:g} · ({' + '.join(str(2**rank) for rank in range(d))}) / {d} = {lr_times_mean:.3g}"
+        else:
+            figure = " or ".join(f"{lr_times_mean * factor:.3g}" for factor in self.factors()) + " after two steps"
+        return f"every element moves by lr × mean gradient, {figure}, on every rank"
+
+
+def check_movement(case, ranks, finishes):
     """Raise Wrong unless every element is where `case` takes it, and nothing is in flight. ranks: Seen of each."""
-    wrong = what_is_wrong(case, ranks)
-    expected = in_words(case, len(ranks)) if wrong else "every collective has arrived when a step ends"
+    fault = Movement(case, ranks).fault()
+    expected = case.expected(len(ranks)) if fault else "every collective has arrived when a step ends"
     for rank, seen in enumerate(ranks):
-        if seen.unawaited:
-            counts = Counter(entry.kind for entry in seen.unawaited)
-            listed = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-            late = at(f"rank {rank} has not waited for {listed} when its step ends", seen.unawaited[0].place)
-            raise Wrong(expected, [*wrong[:1], shorten(late)],
-                        "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
-                        if finishes else "a collective with async_op=True returns a work: wait() for it before what it "
-                        "brings is read")
-    if wrong:
-        raise Wrong(expected, *wrong)
-
-
-def factors(case):
-    """-> by how many mean gradients an element may have moved: those of step 1 are used up, or add up."""
-    return [case.steps] if case.zero or case.gone else [2, 3]
-
-
-def in_words(case, d):
-    """-> what is expected."""
-    sums = " + ".join(str(2**rank) for rank in range(d))
-    lr_times_mean = case.lr * (2**d - 1) / d
-    if len(set(case.scales)) > 1:
-        figure = f"{', '.join(f'{lr_times_mean * scale:.3g}' for scale in case.scales)} of the parameters"
-    elif case.zero:
-        figure = f"{case.lr:g} · ({sums}) / {d} = {lr_times_mean:.3g}"
-    else:
-        figure = " or ".join(f"{lr_times_mean * times:.3g}" for times in factors(case)) + " after two steps"
-    return f"every element moves by lr × mean gradient, {figure}, on every rank"
+        if seen.never_awaited:
+            late = f"rank {rank} has not waited for {counted(seen.never_awaited)} when its step ends"
+            if place := seen.never_awaited[0].place:
+                late += f" ({place})"
+            raise Wrong(expected, [*fault[:1], shorten(late)], NOT_FINISHED if finishes else NOT_AWAITED)
+    if fault:
+        raise Wrong(expected, *fault)
 
 
 class Movement:
-    """Holds where the elements of all ranks began and are: tensors (d, numel), a row of each rank, or (numel,)."""
+    """Holds where the elements of all ranks began and are: tensors (d, numel), a row of each rank, or (numel,). A
+    method that explains them returns (what came, the likely cause), or () where it is something else."""
 
     def __init__(self, case, ranks):
-        self.case = case
-        self.ranks = ranks
-        self.d = len(ranks)
+        self.case, self.ranks, self.d = case, ranks, len(ranks)
         self.start = case.start()
         self.own_grads = torch.stack([case.grad(rank) for rank in range(self.d)])
         self.mean_grad = self.own_grads.mean(dim=0)
         self.came = torch.stack([seen.snapshots[-1] for seen in ranks])
-        self.due = self.start - case.lr * self.mean_grad
+        self.due = self.start - case.lr * self.mean_grad  # after one step
+        self.is_right = self.near(self.came, self.due)
         self.stays = self.near(self.came, self.start)
         self.moved = (self.start - self.came) / case.lr  # in units of the gradient
 
     def near(self, a, b):
         return (a - b).abs() <= self.case.lr / 1000
 
-    def is_right(self):
-        steps = (self.start - times * self.case.lr * self.mean_grad for times in factors(self.case))
-        return any(self.near(self.came, due).all() for due in steps)
+    def fault(self):
+        """Return (what came, the likely cause); () where nothing is wrong."""
+        steps = (self.start - factor * self.case.lr * self.mean_grad for factor in self.case.factors())
+        if any(self.near(self.came, due).all() for due in steps):
+            return ()
+        if self.stays.all():
+            return self.nothing_moved()
+        return (self.moved_alike() or self.moved_by_own() or self.added_to_parameters() or self.mixed_up()
+                or self.decoded() or self.not_moved()
+                or (self.moved_by_rank(), ORDER if self.case.reverses else UNKNOWN))
 
+    def nothing_moved(self):
+        moved = [seen.inner and ~self.near(seen.inner.model, self.start) for seen in self.ranks]  # by inner optimizers
+        if listed := [f"rank {rank} elements {spans(mask)}" for rank, mask in enumerate(moved)
+                      if mask is not None and mask.any()]:
+            return shorten(f"nothing has moved in the end; in between {', '.join(listed)} had"), OVERWRITTEN
+        stepped = [seen.inner for seen in self.ranks if seen.inner and len(seen.inner.own)]
+        grads = [inner.grads for inner in stepped if inner.grads is not None]
+        fed = "gradients" if any(grad.any() for grad in grads) else "zeros"
+        if not grads:
+            fed = "no gradients" if stepped else "nothing"
+        return "nothing has moved, on any rank", NOTHING[fed]
 
-def what_is_wrong(case, ranks):
-    """-> (what came, the likely cause); () where nothing is. ranks: Seen of each."""
-    movement = Movement(case, ranks)
-    if movement.is_right():
-        return ()
-    if movement.stays.all():
-        return nothing_moved(movement)
-    for found in (moved_alike(movement), moved_by_own(movement), added_to_parameters(movement),
-                  case.reverse and mixed_up(movement),
-                  decode(movement), not_moved(movement)):
-        if found:
-            return found
-    return shorten(moved_by_rank(movement)), ORDER if case.reverse else UNKNOWN
+    def moved_alike(self):
+        """Explain elements that have all moved the same number of times too far, wherever they have moved."""
+        ratios = (self.moved / self.mean_grad)[~self.stays]
+        factor = ratios[0].item()
+        is_due = any(abs(factor - due) < 1e-3 for due in self.case.factors())
+        if is_due or not torch.allclose(ratios, ratios[:1], rtol=1e-3):
+            return ()
+        text = times_as_far(factor)
+        if len(set(self.case.scales)) == 1:
+            text = f"{self.case.lr * factor * self.mean_grad[0]:.3g} wherever it has moved: {text}"
+        return text, next((cause for cause, known in self.known_factors(factor)
+                           if abs(factor - known) < 1e-2 * abs(known)), UNKNOWN)
 
+    def known_factors(self, factor):
+        """Yield (cause, by how many mean gradients it makes elements move), the likeliest first."""
+        case, d = self.case, self.d
+        if case.uses_up:
+            yield ADDED, 3
+        elif not case.zeroes:
+            yield AVERAGED_AGAIN, 2 + 1 / d
+        yield ALMOST, 1
+        yield DEFAULTS, 1e-3 / case.lr
+        fed = [seen.inner and seen.inner.grads for seen in self.ranks]
+        if case.steps == 1 and all(grads is not None and abs(grads.mean() / self.mean_grad.mean() - 1) < 1e-3
+                                   for grads in fed):
+            yield "the inner optimizer has the right gradients, and another lr than the constructor's", factor
+        yield SUMMED, d
+        yield TWICE_AVERAGED, 1 / d
+        yield "step against the gradient", -1
+        for n in range(1, 17):
+            yield f"the sum of the gradients is divided by {n}: the number of ranks is {d} here", d / n
 
-def moved_alike(movement):
-    """-> what came, where every element that has moved has moved the same number of times too far."""
-    case, lr = movement.case, movement.case.lr
-    ratios = (movement.moved / movement.mean_grad)[~movement.stays]
-    factor = ratios[0].item()
-    if not torch.allclose(ratios, ratios[:1], rtol=1e-3) or any(abs(factor - n) < 1e-3 for n in factors(case)):
-        return ()
-    text = times_as_far(factor)
-    if len(set(case.scales)) == 1:
-        text = f"{lr * factor * movement.mean_grad[0]:.3g} wherever it has moved: {text}"
-    return text, cause_of(factor, movement)
-
-
-def moved_by_own(movement):
-    """-> what came, where elements have moved by a rank's own gradient in place of the average."""
-    lr, stays = movement.case.lr, movement.stays
-    by_each = movement.near(movement.moved[:, None] * lr, movement.own_grads * lr)  # (d of elements, d of gradients, n)
-    is_right = movement.near(movement.came, movement.due)
-    for rank in range(movement.d):
-        wrong = ~is_right & by_each[:, rank] & ~stays
-        if wrong.all(dim=0).any() and (is_right | wrong).all():
+    def moved_by_own(self):
+        """Explain elements that have moved by a rank's own gradient in place of the average."""
+        lr = self.case.lr
+        by_each = self.near(self.moved[:, None] * lr, self.own_grads * lr)  # (d of elements, d of gradients, n)
+        for rank in range(self.d):
+            wrong = ~self.is_right & by_each[:, rank] & ~self.stays
             elements = wrong.all(dim=0)
-            moved = lr * movement.own_grads[rank][elements][0]
-            return (f"elements {spans(elements)} have moved by {moved:.3g} on every rank: lr × rank {rank}'s gradient",
-                    f"all ranks have rank {rank}'s gradient of these parameters: average it over the ranks")
-    if not (by_each.any(dim=1) | stays).all():
+            if elements.any() and (self.is_right | wrong).all():
+                return (f"elements {spans(elements)} have moved by {lr * self.own_grads[rank][elements][0]:.3g} on "
+                        f"every rank: lr × rank {rank}'s gradient",
+                        f"all ranks have rank {rank}'s gradient of these parameters: average it over the ranks")
+        return (self.moved_by_rank(), NOT_AVERAGED) if (by_each.any(dim=1) | self.stays).all() else ()
+
+    def moved_by_rank(self):
+        figures = [", ".join(sorted({f"{self.case.lr * value:.3g}" for value in moved[~stays].tolist()}))
+                   for moved, stays in zip(self.moved, self.stays)]
+        return shorten("moved by " + "; ".join(f"rank {rank}: {listed}" for rank, listed in enumerate(figures)))
+
+    def added_to_parameters(self):
+        second = self.case.lr * (self.due + self.mean_grad)
+        if self.case.zeroes or not self.near(self.came[0], self.due - second).all():
+            return ()
+        return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
+
+    def mixed_up(self):
+        """Explain two ranks' gradients of different parameters that were averaged, where rank 1 has another order."""
+        if not self.case.reverses:
+            return ()
+        parts = zip(*(values.split(self.case.numels) for values in (self.start, self.moved[0], *self.own_grads[:2])))
+        for (indices, moved, *grads), (source, _, *source_grads) in itertools.permutations(parts, 2):
+            for rank in range(2):
+                if ((moved - (grads[rank][0] + source_grads[1 - rank][0]) / self.d).abs() < 1e-3).any():
+                    return (f"of elements {indices[0]:g}-{indices[-1]:g} rank {rank}'s gradient was averaged with "
+                            f"rank {1 - rank}'s of elements {source[0]:g}-{source[-1]:g}", ORDER)
         return ()
-    return shorten(moved_by_rank(movement)), OWN
 
+    def decoded(self):
+        """Explain wrong elements by what they hold, on the first rank with some."""
+        wrong = ~self.is_right & ~self.stays
+        if not wrong.any():
+            return ()
+        rank = wrong.any(dim=1).int().argmax().item()
+        values, mask = self.came[rank], wrong[rank]
+        where = "" if self.near(self.came, values).all() else f" on rank {rank}"
+        if values.isnan().any():
+            return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
+        for name, gradient in (("mean", self.mean_grad), ("summed", self.mean_grad * self.d)):
+            if self.near(values, gradient)[mask].all() and mask.sum() > 1:
+                return (f"in elements {spans(mask)}: the {name} gradient{where}",
+                        "a gradient was taken for a parameter: copy what was stepped")
+        contents = {index: self.content(index, values[index]) for index in mask.nonzero().flatten().tolist()}
+        if None in contents.values():
+            return ()
+        words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
+                 for (kind, shift), first, last in runs(contents)]
+        return shorten("; ".join(words)) + where, PADDED if (PADDING, 0) in contents.values() else MISPLACED
 
-def moved_by_rank(movement):
-    figures = [sorted({f"{movement.case.lr * value:.3g}" for value in moved[~stays].tolist()})
-               for moved, stays in zip(movement.moved, movement.stays)]
-    return "moved by " + "; ".join(f"rank {rank}: {', '.join(values)}" for rank, values in enumerate(figures))
+    def content(self, index, value):
+        """Return (what an element holds, with {} for elements, how far away the first of these is); None if unknown."""
+        if abs(value) < 1e-9:
+            return PADDING, 0
+        for kind, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
+            if len(places := self.near(values, value).nonzero().flatten()):
+                return kind, places[0].item() - index
+        return None
 
+    def not_moved(self):
+        """Explain elements that have not moved, on some ranks or on all."""
+        if (nowhere := self.stays.all(dim=0)).any():
+            return (f"elements {spans(nowhere)} have moved on no rank",
+                    "nobody owns these parameters, or their gradients have not arrived")
+        if not self.stays.any():
+            return ()
+        listed = [f"elements {spans(mask)} on rank {rank}" for rank, mask in enumerate(self.stays) if mask.any()]
+        if not any(seen.after_inner for seen in self.ranks):
+            cause = TOO_EARLY
+        else:
+            cause = STALE if all(map(self.has_stepped, self.ranks, self.stays)) else NOT_RECEIVED
+        return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
 
-def added_to_parameters(movement):
-    second = movement.case.lr * (movement.due + movement.mean_grad)
-    if movement.case.zero or not movement.near(movement.came[0], movement.due - second).all():
-        return ()
-    return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
-
-
-def not_moved(movement):
-    """-> which elements haven't moved, on which ranks."""
-    stays, ranks = movement.stays, movement.ranks
-    if (nowhere := stays.all(dim=0)).any():
-        return (f"elements {spans(nowhere)} have moved on no rank",
-                "nobody owns these parameters, or their gradients have not arrived")
-    if not stays.any():
-        return ()
-    listed = [f"elements {spans(row)} on rank {rank}" for rank, row in enumerate(stays) if row.any()]
-    by_itself = [movement.near(movement.due[:, None], seen.inner.own).any(dim=1) if seen.inner else stays[0] < 0
-                 for seen in ranks]
-    if not any(seen.after_inner for seen in ranks):
-        cause = TOO_EARLY
-    elif (stays <= torch.stack(by_itself)).all():  # the rank itself has stepped these
-        cause = STALE
-    else:
-        cause = NOT_RECEIVED
-    return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
-
-
-def nothing_moved(movement):
-    start, ranks = movement.start, movement.ranks
-    masks = [~movement.near(seen.inner.model, start) if seen.inner else start < 0 for seen in ranks]
-    if between := [f"rank {rank} elements {spans(mask)}" for rank, mask in enumerate(masks) if mask.any()]:
-        return shorten(f"nothing has moved in the end; in between {', '.join(between)} had"), OVERWRITTEN
-    return "nothing has moved, on any rank", NOTHING[max(map(fed_with, ranks), key=[*NOTHING].index)]
-
-
-def fed_with(seen):
-    """-> what a rank's inner optimizer was fed, a key of NOTHING."""
-    if not seen.inner or not len(seen.inner.own):
-        return "nothing"
-    if seen.inner.grads is None:
-        return "no gradients"
-    return "gradients" if seen.inner.grads.any() else "zeros"
+    def has_stepped(self, seen, mask):
+        """Return whether a rank's inner optimizer has stepped all of the elements in `mask`."""
+        stepped = seen.inner.own if seen.inner else torch.zeros(0)
+        return self.near(self.due[mask, None], stepped).any(dim=1).all()
 
 
 def times_as_far(factor):
@@ -233,77 +267,11 @@ def times_as_far(factor):
     return f"{factor:.3g} times the mean gradient"
 
 
-def cause_of(factor, movement):
-    """-> why every element that has moved has moved `factor` times too far."""
-    case, d, mean_grad = movement.case, movement.d, movement.mean_grad
-    causes = []
-    if case.gone:
-        causes += [(3, ADDED)]
-    elif not case.zero:
-        causes += [(2 + 1 / d, AVERAGED_AGAIN)]
-    causes += [(1, ALMOST), (1e-3 / case.lr, DEFAULTS)]
-    fed = [seen.inner and seen.inner.grads for seen in movement.ranks]
-    if case.steps == 1 and all(grads is not None and abs(grads.mean() / mean_grad.mean() - 1) < 1e-3 for grads in fed):
-        causes += [(factor, "the inner optimizer has the right gradients, and another lr than the constructor's")]
-    causes += [(d, SUMMED), (1 / d, TWICE_AVERAGED), (-1, "step against the gradient")]
-    causes += [(d / n, f"the sum of the gradients is divided by {n}: the number of ranks is {d} here")
-               for n in range(1, 17)]
-    return next((cause for value, cause in causes if abs(factor - value) < 1e-2 * abs(value)), UNKNOWN)
-
-
-def mixed_up(movement):
-    """-> what came, where two ranks' gradients of different parameters were averaged."""
-    numels = movement.case.numels
-    parts = zip(*(values.split(numels) for values in (movement.start, movement.moved[0], *movement.own_grads[:2])))
-    for (index, moved, *own), (other, _, *others) in itertools.permutations(parts, 2):
-        for rank in range(2):
-            if ((moved - (own[rank][0] + others[1 - rank][0]) / movement.d).abs() < 1e-3).any():
-                return (f"of elements {index[0]:g}-{index[-1]:g} rank {rank}'s gradient was averaged with "
-                        f"rank {1 - rank}'s of elements {other[0]:g}-{other[-1]:g}", ORDER)
-    return ()
-
-
-def decode(movement):
-    """-> (what wrong elements hold, the cause), of the first rank with some; () where one of them is unknown."""
-    near = movement.near
-    wrong = ~near(movement.came, movement.due) & ~movement.stays
-    if not wrong.any():
-        return ()
-    rank = wrong.any(dim=1).int().argmax().item()
-    values, mask = movement.came[rank], wrong[rank]
-    where = "" if near(movement.came, values).all() else f" on rank {rank}"
-    if values.isnan().any():
-        return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
-    gradients = {"mean gradient": movement.mean_grad, "summed gradient": movement.mean_grad * movement.d}
-    for name, gradient in gradients.items():
-        if near(values, gradient)[mask].all() and mask.sum() > 1:
-            return (f"in elements {spans(mask)}: the {name}{where}",
-                    "a gradient was taken for a parameter: copy what was stepped")
-    found = {index: content(index, values[index], movement) for index in mask.nonzero().flatten().tolist()}
-    if None in found.values():
-        return ()
-    words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
-             for (kind, shift), first, last in runs(found)]
-    return shorten("; ".join(words)) + where, (
-        "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
-        if (PADDING, 0) in found.values() else
-        "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order")
-
-
-def content(index, value, movement):
-    """-> (what the element at `index` holds, with {} for elements, how far away the first of these is); or None."""
-    if abs(value) < 1e-9:
-        return PADDING, 0
-    for kind, values in (("what {} should hold", movement.due), ("what {} held before", movement.start)):
-        if len(places := movement.near(values, value).nonzero().flatten()):
-            return kind, places[0].item() - index
-    return None
-
-
-def runs(found):
-    """Yield (content, first, last) of neighbouring indices with the same content. found: index -> content."""
-    for (_, content), pairs in itertools.groupby(enumerate(found), lambda pair: (pair[1] - pair[0], found[pair[1]])):
-        indices = [index for _, index in pairs]
+def runs(contents):
+    """Yield (content, first, last) of neighbouring indices with the same content. contents: index -> content."""
+    numbered = [(index - number, contents[index], index) for number, index in enumerate(contents)]
+    for (_, content), neighbours in itertools.groupby(numbered, lambda entry: entry[:2]):
+        indices = [index for *_, index in neighbours]
         yield content, indices[0], indices[-1]
 
 
@@ -312,6 +280,6 @@ def between(first, last):
 
 
 def spans(mask):
-    """-> which elements of a mask (n,) are set, as "0-3, 8"."""
+    """Return which elements of a mask (n,) are set, as "0-3, 8"."""
     indices = dict.fromkeys(mask.nonzero().flatten().tolist())
-    return ", ".join(f"{first}-{last}" if first < last else str(first) for _, first, last in runs(indices))
+    return ", ".join(between(first, last).split()[1] for _, first, last in runs(indices))

@@ -9,8 +9,7 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-from grade.grader import shorten
-from grade.left_over import MARK
+from grade.grader import MARK, say, shorten
 from harness.take import ROOT
 
 N_FAILURES = 40  # then it ends: a hang takes a minute
@@ -18,14 +17,14 @@ CAUSES = {  # a part of a failure -> its cause
     "unexpected keyword argument": "level 3's constructor and methods take more arguments: docs/guide.md lists them",
     "positional argument": "level 3's methods take more: step(closure), clip_grad_norm_(max_norm, norm_type)",
     "has no attribute": "level 3 asks for more methods: docs/guide.md lists them",
-    "differs by": "a case of training that levels 1 and 2 don't have: the test's name says which",
-}
+    "differs by": "a case of training that levels 1 and 2 don't have: the test's name says which"}
 
 
 def holds(package, arguments, is_core):
     """Run the tests by pytest -> whether all have passed."""
-    tests, title = (("tests/stages/test_cores.py", "The tests of the cores") if is_core else
-                    ("tests/stages/test_contract.py", "The whole contract"))
+    tests, title = "tests/stages/test_contract.py", "The whole contract"
+    if is_core:
+        tests, title = "tests/stages/test_cores.py", "The tests of the cores"
     print(f"\nLevel 3: {title} (minutes)", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -35,25 +34,28 @@ def holds(package, arguments, is_core):
             text=True, env={name: value for name, value in os.environ.items() if name != MARK})  # what it starts is its
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     names = [case.get("name").partition("[")[0] for case in cases]
-    said = [(name, (fault.get("message") or "see below").splitlines()[0]) for name, case in zip(names, cases)
-            for fault in case if fault.tag in ("failure", "error")]
+    failures = [(name, (fault.get("message") or "see below").splitlines()[0]) for name, case in zip(names, cases)
+                for fault in case if fault.tag in ("failure", "error")]
     if run.returncode == 0 and cases:
-        print(f"  ok        {len(cases)} passed\nok level 3: the whole contract")
-    elif not said:
-        last_line = ((run.stderr or run.stdout).strip().splitlines() or ["it says nothing"])[-1]
-        print(f"  FAILED    pytest could not run them\n            {shorten(last_line)}")
+        say(("ok", f"{len(cases)} passed"))
+        print("ok level 3: the whole contract")
+    elif failures:
+        explain(tests, package, Counter(names), failures)
     else:
-        of_all, counts = Counter(names), Counter(name for name, _ in said)
-        known = [(name, came, [cause]) for name, came in said for part, cause in CAUSES.items() if part in came]
-        name, came, causes = (known or [(*said[0], [])])[0]
-        print(f"  FAILED    {len(said)} of {len(cases)}")
-        for test, count in counts.most_common():
-            print(f"            {test} {count} of {of_all[test]}")
-        docstrings = [ast.get_docstring(node) for node in ast.parse((ROOT / tests).read_text(encoding="utf-8")).body
-                      if isinstance(node, ast.FunctionDef) and node.name == name]
-        words = name.removeprefix("test_").replace("_", " ")
-        held = ": ".join([words, *(text.splitlines()[0] for text in docstrings if text)])
-        print(f"  expected  {shorten(held)}\n  came      {shorten(came)}",
-              *(f"\n  cause     {cause}" for cause in causes), sep="")
-        print(f'  more      make test ARGS="{tests} --stage {package} -k {name}"')
+        last_line = ((run.stderr or run.stdout).strip().splitlines() or ["it says nothing"])[-1]
+        say(("FAILED", "pytest could not run them"), ("", shorten(last_line)))
     return run.returncode == 0 and bool(cases)
+
+
+def explain(tests, package, counts, failures):
+    """Print each test that fails, of `counts` runs, and more of one: the first whose cause is known, or the first."""
+    known = [(test, came, [("cause", cause)]) for test, came in failures for part, cause in CAUSES.items()
+             if part in came]
+    test, came, cause = (known or [(*failures[0], [])])[0]
+    docstrings = [ast.get_docstring(node) for node in ast.parse((ROOT / tests).read_text(encoding="utf-8")).body
+                  if isinstance(node, ast.FunctionDef) and node.name == test]
+    expected = [test.removeprefix("test_").replace("_", " "), *(text.splitlines()[0] for text in docstrings if text)]
+    say(("FAILED", f"{len(failures)} of {counts.total()}"),
+        *(("", f"{test} {n} of {counts[test]}") for test, n in Counter(test for test, _ in failures).most_common()),
+        ("expected", shorten(": ".join(expected))), ("came", shorten(came)), *cause,
+        ("more", f'make test ARGS="{tests} --stage {package} -k {test}"'))

@@ -1,7 +1,7 @@
-"""What watches a package on every rank while it is graded, and what the ranks report meanwhile.
+"""What watches a package on every rank while it is graded.
 
-A rank reports (by `workers.event`) each collective as it begins, where it stands still, what it prints and what it has
-raised: a rank that is killed afterwards can't report any more.
+A rank reports meanwhile, by `event`, ("collective", what begins, place), ("stuck", "", place), ("moves", "", ""),
+("printed", line, ""), ("raised", error, place), ("ended", "", ""). When it is killed it can't report any more.
 """
 
 import functools
@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -31,15 +32,13 @@ METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "loa
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
 
 
-class Told(Ledger):
+class ReportedLedger(Ledger):
     """Reports each collective before it begins, and knows whether somebody has waited for it."""
 
     def entry_of(self, operator, arguments):
         entry = super().entry_of(operator, arguments)
         if entry is not None:
-            text = entry.kind
-            if entry.size:
-                text += f" of {entry.size} bytes"
+            text = f"{entry.kind} of {entry.size} bytes" if entry.size else entry.kind
             if arguments.get("root_rank", -1) >= 0:
                 text += f" {'to' if entry.kind in ('gather', 'reduce') else 'from'} rank {arguments['root_rank']}"
             entry.place = where(traceback.walk_stack(sys._getframe()))
@@ -49,11 +48,11 @@ class Told(Ledger):
 
     def _watch(self, entry, result):
         result = super()._watch(entry, result)
-        *others, boxed = result if isinstance(result, (tuple, list)) else [result]
+        *outputs, boxed = result if isinstance(result, (tuple, list)) else [result]
         if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor that waits by itself
             return result
         self.works.append(Awaited(dist.Work.unbox(boxed), entry))
-        return [*others, self.works[-1].boxed()] if others else self.works[-1].boxed()
+        return [*outputs, self.works[-1].boxed()] if outputs else self.works[-1].boxed()
 
 
 class Awaited(dist.Work):
@@ -61,8 +60,7 @@ class Awaited(dist.Work):
 
     def __init__(self, work, entry):
         super().__init__()
-        self.work = work
-        self.entry = entry
+        self.work, self.entry = work, entry
         entry.is_awaited = False
 
     def wait(self, *timeout):
@@ -80,7 +78,7 @@ class Awaited(dist.Work):
 
 
 def where(frames):
-    """-> "file:line" of the first of (frame, line) in the current folder that is not ours nor a library's; or ""."""
+    """Return "file:line" of the first of (frame, line) in the current folder not ours nor a library's; or ""."""
     for frame, line in frames:
         path = frame.f_code.co_filename
         if path.startswith(os.getcwd() + os.sep) and not path.startswith(OURS) and "site-packages" not in path:
@@ -91,16 +89,12 @@ def where(frames):
 class Printed(io.TextIOBase):
     """Reports each line that a rank prints: the grader shows some where a check fails."""
 
-    def __init__(self):
-        self.begun = ""  # of a line
-
-    def writable(self):
-        return True
+    begun = ""  # of a line
 
     def write(self, text):
         *lines, self.begun = (self.begun + text).split("\n")
         for line in lines:
-            event(("printed", line[:200]))
+            event(("printed", line[:200], ""))
         return len(text)
 
 
@@ -118,71 +112,70 @@ def watch_for_hangs(ended, still_s, busy_s):
     """Report where the main thread is when this process has done nothing for `still_s` seconds, and when it goes on;
     and when it has computed for `busy_s`. The processor's time counts, which a busy machine takes longer to give."""
     main = threading.main_thread().ident
-    used, since, was_stuck = time.process_time(), time.monotonic(), False
-    busy_at = used + busy_s
+    used_s, since, was_stuck = time.process_time(), time.monotonic(), False
+    end_s = used_s + busy_s
     while not ended.wait(0.25):
-        now = time.process_time()
-        if now - used > 0.05:
-            used, since = now, time.monotonic()
-        is_stuck = now > busy_at or time.monotonic() - since > still_s
+        processor_s = time.process_time()
+        if processor_s - used_s > 0.05:
+            used_s, since = processor_s, time.monotonic()
+        is_stuck = processor_s > end_s or time.monotonic() - since > still_s
         if is_stuck != was_stuck:
-            event(("stuck", where(traceback.walk_stack(sys._current_frames()[main]))) if is_stuck else ("moves",))
+            event(("stuck", "", where(traceback.walk_stack(sys._current_frames()[main]))) if is_stuck
+                  else ("moves", "", ""))
         was_stuck = is_stuck
 
 
 def judges():
-    """-> {"module.name": function}: all by which the grader judges, as they are at the moment."""
-    modules = {name: vars(module) for name, module in list(sys.modules.items())
-               if name.split(".")[0] in ("grade", "harness")}
-    classes = {f"{module}.{name}": vars(value) for module, members in modules.items()
-               for name, value in list(members.items())
-               if inspect.isclass(value) and not issubclass(value, torch.optim.Optimizer)}  # whose step() torch wraps
-    return {f"{place}.{name}": value for place, members in {**modules, **classes}.items()
-            for name, value in list(members.items()) if inspect.isfunction(value)}
+    """Return {(module or class, name): function}: all by which the grader judges, as they are at the moment."""
+    owners = [module for name, module in list(sys.modules.items()) if name.split(".")[0] in ("grade", "harness")]
+    owners += [cls for module in owners for cls in list(vars(module).values())
+               if inspect.isclass(cls) and not issubclass(cls, torch.optim.Optimizer)]  # whose step() torch wraps
+    return {(owner, name): value for owner in owners for name, value in list(vars(owner).items())
+            if inspect.isfunction(value)}
 
 
 def watched(rank, package, beside_ddp, limits, function, *args):
-    """-> function(candidate, *args), with everything reported that happens on the way, in the package's import too.
-
-    Refuses a package that replaces functions of ours: it would judge itself. They are known before it is imported.
-    """
+    """Return function(candidate, *args), and report what happens on the way, in the package's import too. Refuse a
+    package that replaces functions of ours, which are noted before it is imported: it would judge itself."""
     silence()
-    judges_at_the_end, judges_before, report, place_of, ended = judges, judges(), event, where, threading.Event()
+    judges_at_the_end, judges_before, tell, place_of, ended = judges, judges(), event, where, threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
 
     def refuse_replaced():
         functions = judges_at_the_end()
-        if replaced := [name for name in judges_before if functions.get(name) is not judges_before[name]]:
-            raise AssertionError(f"{package} replaces {replaced[0]}, by which it is graded")
+        for (owner, name), function in judges_before.items():
+            if functions.get((owner, name)) is not function:
+                raise AssertionError(f"{package} replaces {owner.__name__}.{name}, by which it is graded")
 
     try:
-        modules = importlib.import_module(package), beside(package, "optimizer")
-        name, cls = next(((name, getattr(module, name)) for name in ((BESIDE_DDP,) if beside_ddp else CLASSES)
-                          for module in modules if hasattr(module, name)), ("", None))
+        modules = [importlib.import_module(package), submodule(package, "optimizer")]
+        names = [BESIDE_DDP] if beside_ddp else CLASSES
+        name, cls = next(((name, getattr(module, name)) for name in names for module in modules
+                          if hasattr(module, name)), ("", None))
         refuse_replaced()
-        with Told() as ledger:
+        with ReportedLedger() as ledger:
             result = function(SimpleNamespace(rank=rank.rank, package=package, beside_ddp=beside_ddp, name=name,
                                               cls=cls, entries=ledger.entries), *args)
         refuse_replaced()
-        report(("ended",))
+        tell(("ended", "", ""))
         return result
     except BaseException as error:  # SystemExit, too
         first_line = (str(error).strip().splitlines() or [""])[0]
         frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-        report(("raised", f"{type(error).__name__}: {first_line}", place_of(frames)))
+        tell(("raised", f"{type(error).__name__}: {first_line}", place_of(frames)))
         raise
     finally:
         ended.set()
 
 
-def beside(package, name):
-    """-> the module `name` of a package, or None."""
+def submodule(package, name):
+    """Return the module `name` of a package, or None."""
     has_one = hasattr(sys.modules[package], "__path__") and importlib.util.find_spec(f"{package}.{name}")
     return importlib.import_module(f"{package}.{name}") if has_one else None
 
 
 def look(candidate):
-    """-> facts of the class, as far as the process that grades has to know: it never imports the package."""
+    """Return facts of the class, as far as the process that grades has to know: it never imports the package."""
     cls, signature, refusal = candidate.cls, "", ""
     keywords = {"lr": LR} if candidate.beside_ddp else {"lr": LR, "process_group": None}
     try:
@@ -191,23 +184,25 @@ def look(candidate):
     except TypeError as error:
         refusal = f"{signature}: {error}"
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
-    alone = not candidate.beside_ddp
+    exercise = re.search(r"The solution is (stage\w+)/", getattr(inspect.getmodule(cls), "__doc__", None) or "")
     return SimpleNamespace(
         name=candidate.name, kind="class" if isinstance(cls, type) else type(cls).__name__, refusal=refusal,
         missing=missing, file=getattr(sys.modules[candidate.package], "__file__", None),
+        exercise_of=exercise[1] if exercise else "",
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
-        averages=alone, is_core=candidate.name == CLASSES[1], is_whole=alone and candidate.name != CLASSES[1],
+        averages=not candidate.beside_ddp, is_core=candidate.name == CLASSES[1],
+        is_whole=candidate.name not in (CLASSES[1], BESIDE_DDP),
         prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing,
         takes_grad_dtype="grad_dtype" in str(signature), has_ranges=ranges_of(candidate.package) is not None,
         says_gone="Gradients are gone afterwards" in (getattr(getattr(cls, "step", None), "__doc__", None) or ""))
 
 
 def ranges_of(package):
-    """-> the function of stage 3's buffer, of `mine`, or of `mine.optimizer`; None if there is none."""
+    """Return the function of stage 3's buffer, of `mine`, or of `mine.optimizer`; None if there is none."""
     folders = [name for name in (package, package.rpartition(".")[0]) if name]
-    return next(filter(None, (getattr(beside(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
+    return next(filter(None, (getattr(submodule(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
 
 
 def ranges(candidate, cases):
-    """-> what ranges_in_shard says to each of `cases`, as plain tuples."""
-    return [[tuple(found) for found in ranges_of(candidate.package)(*case)] for case in cases]
+    """Return what ranges_in_shard says to each of `cases`, as plain tuples."""
+    return [[tuple(part) for part in ranges_of(candidate.package)(*case)] for case in cases]

@@ -16,7 +16,7 @@ def exchange(sent, received):
 
 
 def reduce_scatter(parts):
-    """-> the sum over the ranks of the part that this rank owns, (n,). parts: (d, n), this rank's; they stay."""
+    """Return the sum over the ranks of the part that this rank owns, (n,). parts: (d, n), this rank's; they stay."""
     rank, d = dist.get_rank(), dist.get_world_size()
     total = parts[(rank - 1) % d]
     for turn in range(1, d):
@@ -27,7 +27,7 @@ def reduce_scatter(parts):
 
 
 def all_gather(part):
-    """-> the parts of all ranks, (d, n). part: (n,), this rank's."""
+    """Return the parts of all ranks, (d, n). part: (n,), this rank's."""
     rank, d = dist.get_rank(), dist.get_world_size()
     gathered = part.new_empty(d, len(part))
     gathered[rank] = part

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -11,16 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from harness.memory import Memory, plain_tensors
 
 LR = 0.1
+OTHER_SEED, FIRST_DROPPED = 100, 100  # of a model that is loaded; the number of a batch that is dropped
 OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {"lr": LR}),
-    # Its eps is as large as many gradients, so that another eps gives other parameters.
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 0.01, "foreach": False}),
-}
+    "SGD": (torch.optim.SGD, {"lr": LR}),  # AdamW's eps is as large as many gradients: another eps would be seen
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 0.01, "foreach": False})}
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,15 @@ class Run:
     max_norms: tuple = ()  # of each step
     resume: bool = False  # after two steps: save, and go on in another model with another optimizer
     prefetch: bool = False  # parameters arrive in the next forward pass, and rank 1 sends its own late
-    zero: bool = True  # zero_grad() after a step
+    zeroes: bool = True  # zero_grad() after a step
     discards: bool = False  # before each step zero_grad() drops a backward pass: to zeros, to None, to zeros, …
     unused: bool = False  # a parameter that rank 0 alone uses, and one that no rank uses
     reloads: bool = False  # other values are loaded into the model after the constructor
     dtype: torch.dtype = torch.float32
     defaults: bool = False  # the optimizer's own hyperparameters
     sizes: tuple = (7, 11, 5, 7)  # of layers
-    counts: bool = False  # memory is counted, and parameters are kept at the end alone: copies would be counted, too
-    frees: bool = True  # gradients, before memory is counted
+    counts_memory: bool = False  # and keeps parameters at the end alone, because copies would count
+    zeroes_last_grads: bool = True  # before memory is counted
 
     def model(self, seed):
         torch.manual_seed(seed)
@@ -61,17 +64,16 @@ class Run:
         x, y = torch.randn(2, 4, self.sizes[0], generator=generator).to(self.dtype)
         loss = F.mse_loss(model(x), y)
         if self.unused and rank == 0:
-            loss = loss + 0.01 * model.used_by_rank_0.square().sum()  # about AdamW's eps
+            loss = loss + 0.01 * model.used_by_rank_0.square().sum()  # a gradient about as large as AdamW's eps
         return loss
 
     def params(self, model):
         if not self.groups:
             return model.parameters()
-        *others, last = [param for param in model.parameters() if param.dim() == 1]
-        matrices = [param for param in model.parameters() if param.dim() == 2]
-        return [{"params": [last], "lr": 0.05, "weight_decay": 0.5},
+        matrices, biases = ([param for param in model.parameters() if param.dim() == dim] for dim in (2, 1))
+        return [{"params": biases[-1:], "lr": 0.05, "weight_decay": 0.5},
                 {"params": matrices, "lr": 0.02, "weight_decay": 0.2},
-                {"params": others, "lr": 0.03, "weight_decay": 0.0}]
+                {"params": biases[:-1], "lr": 0.03, "weight_decay": 0.0}]
 
     def settings(self):
         optimizer_cls, kwargs = OPTIMIZERS[self.optimizer]
@@ -79,26 +81,28 @@ class Run:
 
     def make(self, candidate, model):
         optimizer_cls, kwargs = self.settings()
+        n_bytes = sum(param.nbytes for param in model.parameters())
+        offered = {"bucket_cap_mb": n_bytes / 6 / 2**20, "find_unused_parameters": self.unused}  # several buckets
         accepted = inspect.signature(candidate.cls).parameters
-        if "bucket_cap_mb" in accepted:  # so small that there are several buckets
-            n_bytes = sum(param.nbytes for param in model.parameters())
-            kwargs = {**kwargs, "bucket_cap_mb": n_bytes / 6 / 2**20}
-        if self.unused and "find_unused_parameters" in accepted:
-            kwargs = {**kwargs, "find_unused_parameters": True}
-        return candidate.cls(self.params(model), optimizer_cls, **kwargs)
+        extra = {name: value for name, value in offered.items() if value and name in accepted}
+        return candidate.cls(self.params(model), optimizer_cls, **kwargs, **extra)
 
     def scheduler(self, optimizer):
         if self.schedule == "cycle":
-            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
+            return lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
+        return lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
+
+    def number_of(self, snapshot):
+        """Return the number of the step after which a snapshot was made: with prefetch there is only the last one."""
+        return self.steps if self.prefetch else snapshot
 
     def shown_by(self, world_size, step):
-        """-> options by which `make show` trains so, up to this step; "" where it can't."""
+        """Return options by which `make show` trains so, up to this step; "" where it can't."""
         is_plain = self == Run(self.optimizer, self.steps)
         return f"--ranks {world_size} --steps {step} --optimizer {self.optimizer.lower()}" if is_plain else ""
 
     def left_out(self, optimizer):
-        """-> bytes that don't count as held."""
+        """Return bytes that don't count as held. Variants have some."""
         return 0
 
 
@@ -112,80 +116,45 @@ class Seen:
     n_in_no_sync: int = 0  # collectives
     entries: list = ()  # of the last step, with its forward and backward pass
     n_in_backward: int = 0  # how many of them
-    n_in_flight: int = 0  # how many of them nobody had waited for when the last gradient came
-    after_inner: list = ()  # those of them that began after the inner optimizer had stepped
-    awaited: list = ()  # of these of the step before: whether the first layer has waited
-    unawaited: list = ()  # those for whose result nobody has waited when the step ends
-    state: tuple = ()  # elements of AdamW's moments: that this rank holds and aren't 0, that are, as padding is
+    n_in_flight: int = 0  # how many of them nobody had waited for when the last gradient was computed
+    after_inner: list = ()  # collectives that began after the inner optimizer had stepped
+    first_layer_waited: list = ()  # for each of these of the step before, whether the first layer has waited
+    never_awaited: list = ()  # collectives for whose result nobody has waited when the step ends
+    state: tuple = ()  # elements of AdamW's moments on this rank: how many aren't 0, and how many are
     held: float = 0  # bytes of all tensors
-    has_zeros_for_none: bool = False  # whether what no rank uses has a gradient all the same: zeros of a buffer
+    has_zeros_for_none: bool = False  # whether a parameter that no rank uses has a gradient of zeros
     lr_was_saved: bool = False  # whether state_dict() has a number that is the scheduler's lr
-
-
-class Losses(nn.Module):
-    """Computes a run's loss in its forward pass, as DistributedDataParallel needs it."""
-
-    def __init__(self, model, run):
-        super().__init__()
-        self.model = model
-        self.run = run
-
-    def forward(self, number, rank):
-        return self.run.loss(self.model, number, rank)
 
 
 class Training:
     """Trains as a Run says, on one rank, and notes in `seen` what it sees."""
 
     def __init__(self, candidate, run, ranks, factor):
-        self.candidate = candidate
-        self.run = run
-        self.ranks = ranks
-        self.factor = factor
-        self.entries = candidate.entries
-        self.seen = Seen()
+        self.candidate, self.run, self.ranks, self.factor = candidate, run, ranks, factor
+        self.entries, self.seen = candidate.entries, Seen()
         self.stepped = set()  # optimizers of torch
-        self.n_before_inner = None  # collectives that had begun when the inner optimizer stepped, in this step
-        self.step_start = 0  # index into `entries`
+        self.step_start = self.backward_stop = 0  # indices into `entries`: of this step, and of its update
+        self.inner_step_start = None  # the index of the inner optimizer's step; None: not yet
 
     def begin(self, seed):
-        self.model = self.run.model(seed)
-        self.loss = Losses(self.model, self.run)
+        run, model = self.run, self.run.model(seed)
+        self.loss = functools.partial(run.loss, model)
         if self.candidate.beside_ddp:
-            self.loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True)
-        self.optimizer = self.run.make(self.candidate, self.model)
-        if self.run.reloads:
-            self.model.load_state_dict(self.run.model(100).state_dict())
-        if self.run.prefetch:
-            self.optimizer.prefetch_params(self.model)
-        if self.run.prefetch and self.run.counts:
-            self.model[0].register_forward_hook(self.note_first_layer)
-        if self.run.counts:
-            for param in self.model.parameters():
-                if param.requires_grad:  # an optimizer may freeze some
-                    param.register_hook(self.note_gradient)
-        self.scheduler = self.run.scheduler(self.optimizer)
-
-    def note_step(self, optimizer, *_):
-        """Note a step of a torch optimizer: the inner one, or then the one around it."""
-        self.stepped.add(optimizer)
-        if optimizer is self.optimizer:
-            return
-        if self.n_before_inner is None:
-            self.n_before_inner = len(self.entries)
-        if not self.run.counts and self.seen.inner is None:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            grads = [param.grad for param in params if param.grad is not None]
-            self.seen.inner = SimpleNamespace(model=flat(self.model.parameters()), own=flat(params),
-                                              grads=flat(grads) if grads else None)
-        if self.run.prefetch and self.candidate.rank == 1:
-            time.sleep(0.2)
-
-    def note_first_layer(self, *_):
-        self.seen.awaited = [entry.is_awaited for entry in self.seen.after_inner]
-
-    def note_gradient(self, _):
-        self.seen.n_in_flight = sum(not entry.is_awaited for entry in self.entries[self.step_start :])
+            losses = nn.ModuleList([model])
+            losses.forward = self.loss  # what DistributedDataParallel calls
+            self.loss = DistributedDataParallel(losses, gradient_as_bucket_view=True)
+        self.optimizer = run.make(self.candidate, model)
+        self.model, self.scheduler = model, run.scheduler(self.optimizer)
+        self.parts = self.model, self.optimizer, self.scheduler
+        if run.reloads:
+            model.load_state_dict(run.model(OTHER_SEED).state_dict())
+        if run.prefetch:
+            self.optimizer.prefetch_params(model)
+        if run.prefetch and run.counts_memory:
+            model[0].register_forward_hook(self.note_first_layer)
+        for param in model.parameters() if run.counts_memory else ():
+            if param.requires_grad:  # an optimizer may freeze some
+                param.register_hook(self.note_gradient)
 
     def backward(self, number, factor=1.0):
         losses = (self.loss(number, rank) for rank in self.ranks)
@@ -194,53 +163,79 @@ class Training:
     def accumulate(self, step):
         """Run the backward passes of a step, all but the last inside no_sync() where the run has it."""
         for micro in range(self.run.micro_batches):
-            number = step * self.run.micro_batches + micro
-            factor = self.factor(step, micro)
-            if self.run.no_sync and micro < self.run.micro_batches - 1:
-                n_before = len(self.entries)
-                with (self.loss if self.candidate.beside_ddp else self.optimizer).no_sync():
-                    self.backward(number, factor)
+            n_before = len(self.entries)
+            is_held_back = self.run.no_sync and micro < self.run.micro_batches - 1
+            with self.optimizer.no_sync() if is_held_back else contextlib.nullcontext():
+                self.backward(step * self.run.micro_batches + micro, self.factor(step, micro))
+            if is_held_back:
                 self.seen.n_in_no_sync += len(self.entries) - n_before
-            else:
-                self.backward(number, factor)
 
     def train(self, step):
-        """Do one step, and clear the gradients as the run says."""
-        run, seen, optimizer, is_last = self.run, self.seen, self.optimizer, step == self.run.steps - 1
-        if run.discards:
-            self.backward(100 + step)
-            optimizer.zero_grad(set_to_none=step % 2 == 1)
+        """Do a step: backward passes, clipping, the update."""
+        if self.run.discards:
+            self.backward(FIRST_DROPPED + step)
+            self.optimizer.zero_grad(set_to_none=step % 2 == 1)
         self.step_start = len(self.entries)
         self.accumulate(step)
-        n_after_backward = len(self.entries)
-        if run.unused:
-            seen.has_zeros_for_none = self.model.used_by_none.grad is not None
-        if run.max_norms:
-            seen.norms.append(float(optimizer.clip_grad_norm_(run.max_norms[step])))
-        self.n_before_inner = None
-        optimizer.step()
-        n_before_inner = n_after_backward if self.n_before_inner is None else self.n_before_inner
-        seen.entries = self.entries[self.step_start :]
-        seen.n_in_backward = n_after_backward - self.step_start
-        seen.after_inner = self.entries[n_before_inner:]
-        seen.unawaited = [entry for entry in seen.entries
-                          if not entry.is_awaited and entry.kind not in ("send", "barrier")]
-        if run.zero and (run.frees or not is_last):
-            optimizer.zero_grad()
+        self.backward_stop = len(self.entries)
+        if self.run.unused:
+            self.seen.has_zeros_for_none = self.model.used_by_none.grad is not None
+        if self.run.max_norms:
+            self.seen.norms.append(float(self.optimizer.clip_grad_norm_(self.run.max_norms[step])))
+        self.inner_step_start = None
+        self.optimizer.step()
+        self.note_collectives()
+        self.end_step(is_last=step == self.run.steps - 1)
+
+    def end_step(self, is_last):
+        """Clear the gradients, let a scheduler write, and keep the parameters."""
+        if self.run.zeroes and (self.run.zeroes_last_grads or not is_last):
+            self.optimizer.zero_grad()
         if self.scheduler:
             self.scheduler.step()
-        if run.prefetch and is_last:
-            optimizer.finish_param_sync()
-        if not run.counts and (is_last or not run.prefetch):  # to look would be to wait
-            seen.snapshots.append(flat(self.model.parameters()))
+        if self.run.prefetch and is_last:
+            self.optimizer.finish_param_sync()
+        if not self.run.counts_memory and (is_last or not self.run.prefetch):  # reading them would wait for them
+            self.keep_params()
+
+    def keep_params(self):
+        self.seen.snapshots.append(flat(self.model.parameters()))
 
     def resume(self):
         """Save, and go on with another model, another optimizer, another scheduler."""
-        saved = copy.deepcopy([part.state_dict() for part in (self.model, self.optimizer, self.scheduler)])
-        self.seen.lr_was_saved = has_number(saved[1], self.optimizer.param_groups[0]["lr"])
+        states = _, optimizer_state, _ = copy.deepcopy([part.state_dict() for part in self.parts])
+        self.seen.lr_was_saved = has_number(optimizer_state, self.optimizer.param_groups[0]["lr"])
         self.begin(self.candidate.rank + 10)
-        for part, its_state in zip((self.model, self.optimizer, self.scheduler), saved):
-            part.load_state_dict(its_state)
+        for part, state in zip(self.parts, states):
+            part.load_state_dict(state)
+
+    def note_step(self, optimizer, *_):
+        """Note a step of a torch optimizer: first of the inner one, then of the one around it."""
+        self.stepped.add(optimizer)
+        if optimizer is self.optimizer:
+            return
+        if self.inner_step_start is None:
+            self.inner_step_start = len(self.entries)
+        if not self.run.counts_memory and self.seen.inner is None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None]
+            self.seen.inner = SimpleNamespace(model=flat(self.model.parameters()), own=flat(params),
+                                              grads=flat(grads) if grads else None)
+        if self.run.prefetch and self.candidate.rank == 1:
+            time.sleep(0.2)
+
+    def note_first_layer(self, *_):
+        self.seen.first_layer_waited = [entry.is_awaited for entry in self.seen.after_inner]
+
+    def note_gradient(self, _):
+        self.seen.n_in_flight = sum(not entry.is_awaited for entry in self.entries[self.step_start :])
+
+    def note_collectives(self):
+        self.seen.entries = self.entries[self.step_start :]
+        self.seen.n_in_backward = self.backward_stop - self.step_start
+        self.seen.after_inner = self.entries[self.inner_step_start or self.backward_stop :]
+        self.seen.never_awaited = [entry for entry in self.seen.entries
+                                   if not entry.is_awaited and entry.kind not in ("send", "barrier")]  # no result
 
     def count(self, memory):
         """Count the optimizer's state, and the bytes of all tensors."""
@@ -251,26 +246,26 @@ class Training:
         self.seen.state = n_real, sum(value.numel() for value in moments) - n_real
         del moments
         self.seen.held = memory.settle() - self.run.left_out(self.optimizer)
-        self.seen.snapshots.append(flat(self.model.parameters()))
+        self.keep_params()
 
 
 def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
-    """Train as `run` says -> Seen of this rank.
+    """Train as `run` says, with the average loss of the batches of `ranks`, this one by default -> Seen of this rank.
 
-    ranks: whose batches it has, on average; its own by default. factor: of the gradients of a micro-batch.
+    factor: (step, micro-batch) -> what its gradients are scaled by.
     """
     training = Training(candidate, run, ranks or [candidate.rank], factor)
     with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(Memory("cpu")) if run.counts else None
+        memory = stack.enter_context(Memory("cpu")) if run.counts_memory else None
         stack.callback(register_optimizer_step_post_hook(training.note_step).remove)
         training.begin(candidate.rank)
-        if not run.counts:
-            training.seen.snapshots.append(flat(training.model.parameters()))
+        if not run.counts_memory:
+            training.keep_params()
         for step in range(run.steps):
             if run.resume and step == 2:
                 training.resume()
             training.train(step)
-        if run.counts:
+        if run.counts_memory:
             training.count(memory)
     return training.seen
 
@@ -280,12 +275,12 @@ def flat(params):
     return torch.cat([torch.zeros(0), *(tensor.float().reshape(-1) for tensor in local)])
 
 
+def counted(entries):
+    """Return how many collectives there are of each kind: "2 all_reduce, 1 broadcast"."""
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
+
+
 def has_number(saved, number):
-    """-> whether `number` is somewhere in the lists, dicts and numbers of a state_dict."""
-    if isinstance(saved, dict):
-        saved = list(saved.values())
-    if isinstance(saved, (list, tuple)):
-        return any(has_number(part, number) for part in saved)
-    if torch.is_tensor(saved) and saved.dim():
-        return False
-    return isinstance(saved, (int, float, torch.Tensor)) and float(saved) == float(number)
+    """Return whether `number` is somewhere in a state_dict."""
+    return any(float(leaf) == float(number) for leaf in tree_leaves(saved)
+               if isinstance(leaf, (int, float)) or torch.is_tensor(leaf) and not leaf.dim())

@@ -1,37 +1,30 @@
 """Grades a variant that a reader has written: it trains, sends and holds what ours of the same name does.
-
-    make exercise STAGE=variants TO=mine; make grade STAGE=mine.wire16
 """
 
 import importlib
 import math
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from grade.grader import first_wrong
-from grade.levels import Check
+from grade.grader import require
+from grade.levels import Check, is_short
 from grade.runs import OPTIMIZERS, Run, play
 from harness.take import ROOT, code_lines
 
 
-class BlockSGD(torch.optim.Optimizer):
+class BlockSGD(torch.optim.SGD):
     """Divides each gradient by the largest in its block of 256 elements: element-wise it is not."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    for part, grad in zip(param.view(-1).split(256), param.grad.view(-1).split(256)):
-                        part -= group["lr"] * grad / grad.abs().max().clamp(min=1e-6)
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            for grad in param.grad.view(-1).split(256):
+                grad /= grad.abs().max().clamp(min=1e-6)
+        super().step()
 
 
 OPTIMIZERS = {**OPTIMIZERS, "Muon": (torch.optim.Muon, {"lr": 0.02}), "BlockSGD": (BlockSGD, {"lr": 0.1})}
@@ -39,17 +32,17 @@ OPTIMIZERS = {**OPTIMIZERS, "Muon": (torch.optim.Muon, {"lr": 0.02}), "BlockSGD"
 
 @dataclass(frozen=True)
 class Case(Run):
-    """How a variant is tried, and what a wrong one is told. Gradients are drawn for each step and rank."""
+    """How a variant is tried, and the hint for a wrong one. Gradients are drawn for each step and rank."""
 
+    name: str = ""
     hint: str = ""
     optimizer: str = "AdamW"
     bucket_cap_mb: float = 0.01
     shapes: tuple = ((40, 40), (64, 64), (10,), (513,))
-    dtype: torch.dtype = torch.float32
     n_ranks: int = 2
     home: str = "variants"
-    ours: str = ""  # the module to be tried; without one the reader's
-    counts: bool = True
+    module: str = ""  # that is tried; without one the reader's
+    counts_memory: bool = True
 
     def drawn(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -62,7 +55,7 @@ class Case(Run):
         return sum((param * factor).sum() for param, factor in zip(model, self.drawn(100 * number + rank)))
 
     def make(self, candidate, model):
-        module = importlib.import_module(self.ours or candidate.package)
+        module = importlib.import_module(self.module or candidate.package)
         (optimizer_cls, kwargs), params = OPTIMIZERS[self.optimizer], list(model)
         if self.max_norms:
             halves = {"stage2_allgather": params[:2], "stage4_overlap": params[2:]}
@@ -74,26 +67,66 @@ class Case(Run):
 
     def left_out(self, optimizer):
         """Bucket buffers."""
-        return sum(one.nbytes for one in {memory for buffer in getattr(optimizer, "idle", ())
-                                          for memory in (buffer.sent, buffer.received)})
+        return sum(tensor.nbytes for tensor in {tensor for buffer in getattr(optimizer, "idle", ())
+                                                for tensor in (buffer.sent, buffer.received)})
+
+    def pairs(self, grader):
+        """Return for each rank (Seen of the reader's, Seen of the repository's)."""
+        return list(zip(*(grader.run(self.n_ranks, play, replace(self, module=module), hint=self.hint)
+                          for module in ("", f"{self.home}.{self.name}"))))
+
+    def per_param(self, n_bytes):
+        return n_bytes / sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def trains(self, grader):
+        for rank, (seen, target) in enumerate(self.pairs(grader)):
+            for norm, due in zip(seen.norms, target.norms):
+                require(math.isclose(norm, due, rel_tol=1e-4), "clip_grad_norm_ returns the norm of all gradients: "
+                        f"{due:.5f}", f"{norm:.5f} on rank {rank}", self.hint)
+            difference = (seen.snapshots[-1] - target.snapshots[-1]).abs().max().item()
+            require(difference < 1e-5, f"after three steps parameters are what {self.name} makes of them",
+                    f"they differ by {difference:.1e} on rank {rank}", self.hint)
+
+    def sends(self, grader):
+        (came, n), (due, n_due) = [(self.per_param(sum(entry.wire_bytes for entry in seen.entries)), len(seen.entries))
+                                   for seen in self.pairs(grader)[0]]
+        require(abs(came - due) <= 0.01 * due and n == n_due, f"{due:.2f} bytes a parameter sent by a rank in a step, "
+                f"in {n_due} messages", f"{came:.2f} in {n}", self.hint)
+        return [f"sent       {came:.2f} bytes a parameter, in {n} messages"]
+
+    def holds(self, grader):
+        came, due = [self.per_param(seen.held) for seen in self.pairs(grader)[0]]
+        require(abs(came - due) <= 0.01 * due, f"{due:.2f} bytes a parameter held after a step, without bucket buffers",
+                f"{came:.2f}", self.hint)
+        return [f"held       {came:.2f} bytes a parameter"]
+
+    def adds(self, grader):
+        dtype = grader.run(2, adds_in)[0]
+        require(dtype == "torch.float32", "parts are added in fp32, on NCCL as well: reduce_dtype is torch.float32",
+                f"it is {dtype}", self.hint)
+
+    def tells(self, grader):
+        answers = grader.run(2, meets_nan)
+        require(all("second" in answer and "rank 1" in answer for answer in answers),
+                "a nan is a RuntimeError of step() on every rank, and names its parameter and rank",
+                [f"rank {rank}: {answer}" for rank, answer in enumerate(answers)], self.hint)
 
 
-CASES = {
-    "per_parameter": Case(hint="a buffer for each parameter: call the core's shard with one at a time",
-                          bucket_cap_mb=0),
-    "muon": Case(hint="a rank owns whole matrices, shaped as in the model: starts, ranges, main_params",
-                 optimizer="Muon", shapes=((64, 64), (24, 16), (16, 24), (40, 16))),
-    "hybrid": Case(hint="average the shard across the groups as well, when a bucket has arrived", n_ranks=4),
-    "wire16": Case(hint="a buffer's wire_dtype is what travels; reduce_dtype says that parts are added in fp32"),
-    "remainder16": Case(hint="the lower 16 bits stay, as a signed number; what is put together is let go of again",
-                        dtype=torch.bfloat16),
-    "moments16": Case(hint="fp32 from unpack to pack, bf16 between steps"),
-    "offload": Case(hint="main_shard is a copy in the host's memory; the sum of a bucket goes there"),
-    "finite": Case(hint="each gradient is looked at before it leaves, and all ranks agree in sync_grads"),
-    "blocks": Case(hint="parameters begin, and shards end, at multiples of 256 elements", optimizer="BlockSGD"),
-    "chained": Case(hint="one norm over the averaged gradients of all, then each is scaled by the same factor",
-                    max_norms=(0.05, 0.05, 0.05), home="guard"),
-}
+CASES = {case.name: case for case in (
+    Case(name="per_parameter", hint="a buffer for each parameter: call the core's shard with one at a time",
+         bucket_cap_mb=0),
+    Case(name="muon", hint="a rank owns whole matrices, shaped as in the model: starts, ranges, main_params",
+         optimizer="Muon", shapes=((64, 64), (24, 16), (16, 24), (40, 16))),
+    Case(name="hybrid", hint="average the shard across the groups as well, when a bucket has arrived", n_ranks=4),
+    Case(name="wire16", hint="a buffer's wire_dtype is what travels; reduce_dtype says that parts are added in fp32"),
+    Case(name="remainder16", hint="the lower 16 bits stay, as a signed number; what is put together is let go of again",
+         dtype=torch.bfloat16),
+    Case(name="moments16", hint="fp32 from unpack to pack, bf16 between steps"),
+    Case(name="offload", hint="main_shard is a copy in the host's memory; the sum of a bucket goes there"),
+    Case(name="finite", hint="each gradient is looked at before it leaves, and all ranks agree in sync_grads"),
+    Case(name="blocks", hint="parameters begin, and shards end, at multiples of 256 elements", optimizer="BlockSGD"),
+    Case(name="chained", hint="one norm over the averaged gradients of all, then each is scaled by the same factor",
+         max_norms=(0.05, 0.05, 0.05), home="guard"))}
 
 
 def meets_nan(candidate):
@@ -110,65 +143,17 @@ def meets_nan(candidate):
 
 
 def adds_in(candidate):
-    """-> the dtype in which parts are added on NCCL, too."""
+    """Return the dtype in which parts are added on NCCL, too."""
     params = [nn.Parameter(torch.ones(40))]
     return str(sys.modules[candidate.package].ShardedOptimizer(params, torch.optim.SGD, lr=1.0).reduce_dtype)
 
 
 def level(name):
-    """-> (title, checks) of the variant of that name, as in LEVELS."""
+    """Return (title, checks) of the variant of that name, as in LEVELS."""
     case = CASES[name]
-    numel = sum(torch.Size(shape).numel() for shape in case.shapes)
-
-    def both(grader):
-        """-> (Seen of the reader's, Seen of ours) of each rank."""
-        return list(zip(*(grader.run(case.n_ranks, play, replace(case, ours=ours), hint=case.hint)
-                          for ours in ("", f"{case.home}.{name}"))))
-
-    def trains(grader):
-        for rank, (mine, ours) in enumerate(both(grader)):
-            difference = (mine.snapshots[-1] - ours.snapshots[-1]).abs().max().item()
-            first_wrong([
-                *((not math.isclose(norm, due, rel_tol=1e-4), "clip_grad_norm_ returns the norm of all gradients: "
-                   f"{due:.5f}", f"{norm:.5f} on rank {rank}", case.hint) for norm, due in zip(mine.norms, ours.norms)),
-                (not difference < 1e-5, f"after three steps parameters are what {name} makes of them",
-                 f"they differ by {difference:.1e} on rank {rank}", case.hint)])
-
-    def sends(grader):
-        (mine, messages), (ours, due) = [(sum(entry.wire_bytes for entry in one.entries) / numel, len(one.entries))
-                                         for one in both(grader)[0]]
-        first_wrong([(abs(mine - ours) > 0.01 * ours or messages != due,
-                      f"{ours:.2f} bytes a parameter sent by a rank in a step, in {due} messages",
-                      f"{mine:.2f} in {messages}", case.hint)])
-        return [f"sent       {mine:.2f} bytes a parameter, in {messages} messages"]
-
-    def holds(grader):
-        mine, ours = [one.held / numel for one in both(grader)[0]]
-        first_wrong([(abs(mine - ours) > 0.01 * ours, f"{ours:.2f} bytes a parameter held after a step, without bucket "
-                      "buffers", f"{mine:.2f}", case.hint)])
-        return [f"held       {mine:.2f} bytes a parameter"]
-
-    def adds(grader):
-        came = grader.run(2, adds_in)[0]
-        first_wrong([(came != "torch.float32", "parts are added in fp32, on NCCL as well: reduce_dtype is "
-                      "torch.float32", f"it is {came}", case.hint)])
-
-    def tells(grader):
-        answers = grader.run(2, meets_nan)
-        first_wrong([(not all("second" in answer and "rank 1" in answer for answer in answers),
-                      "a nan is a RuntimeError of step() on every rank, and names its parameter and rank",
-                      [f"rank {rank}: {answer}" for rank, answer in enumerate(answers)], case.hint)])
-
-    def is_short(grader):
-        n_lines = len(code_lines(Path(grader.facts.file)))
-        most = max(30, len(code_lines(ROOT / case.home / f"{name}.py")))
-        first_wrong([(n_lines > most and case.home == "variants", f"at most {most} code lines", str(n_lines),
-                      "see what the core's methods do already")])
-        return [f"lines      {n_lines}"]
-
-    checks = [Check("it trains as ours does", trains), Check("what it sends", sends), Check("what it holds", holds)]
-    if name == "wire16":
-        checks.append(Check("in which dtype parts are added", adds))
-    if name == "finite":
-        checks.append(Check("who has the nan", tells))
-    return f"It is {name}", [*checks, Check("its code lines", is_short)]
+    special = {"wire16": [Check("in which dtype parts are added", case.adds)],
+               "finite": [Check("who has the nan", case.tells)]}
+    most = max(30, len(code_lines(ROOT / "variants" / f"{name}.py"))) if case.home == "variants" else math.inf
+    return f"It is {name}", [Check("it trains as ours does", case.trains), Check("what it sends", case.sends),
+                            Check("what it holds", case.holds), *special.get(name, []),
+                            Check("its code lines", is_short, most=most, hint="see what the core's methods do already")]

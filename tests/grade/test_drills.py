@@ -4,20 +4,20 @@ import re
 
 import pytest
 
-from grade import drills, mended, skeleton
-from grade.__main__ import passes
+from grade import exercises
+from grade.__main__ import mends, passes, what_next
 from grade.collective import HINT
 from grade.grader import Grader
 from harness.take import write_package
 from tests.grade.graded import changed
 from tests.ranks import ROOT
 
-DRILLS = drills.drills()
+DRILLS = exercises.drills()
 
 
 @pytest.mark.parametrize("number", DRILLS)
 def test_a_drill_is_a_small_edit_of_the_stages_own_text(number):
-    drill, files = DRILLS[number], drills.files(number)
+    drill, files = DRILLS[number], exercises.files_of_drill(number)
     before, after = drill.before.splitlines(), drill.after.splitlines()
     assert len([line for line in before + after if not (line in before and line in after)]) <= 15
     for name, text in files.items():
@@ -38,45 +38,46 @@ def test_there_are_eight_drills_and_the_pages_list_them():
 
 def test_a_drill_whose_stage_has_changed_and_one_that_is_not_there_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="STAGE=drill9: there are drills 1 to 8"):
-        drills.files(9)
-    monkeypatch.setattr(drills, "drills", lambda: {1: DRILLS[1]._replace(before="another line\n")})
+        exercises.files_of_drill(9)
+    monkeypatch.setattr(exercises, "drills", lambda: {1: DRILLS[1]._replace(before="another line\n")})
     with pytest.raises(ValueError, match="drill 1: optimizer.py of stage1_naive_broadcast has changed"):
-        drills.files(1)
+        exercises.files_of_drill(1)
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("number", DRILLS)
 def test_a_drill_is_hinted_at_until_it_is_mended(capsys, workers, tmp_path, monkeypatch, number):
-    """The check that fails is the one that drills.md names; no hint has a line. Mended, it passes all checks."""
+    """The check that fails is the one that drills.md names; no hint has a line. Mended, it passes every level."""
     monkeypatch.syspath_prepend(str(tmp_path))
     drill, broken, right = DRILLS[number], f"broken_{number}", f"mended_{number}"
-    skeleton.write(f"drill{number}", tmp_path / broken)
-    assert drills.number_of(broken) == number
-    printed = []
-    for hint in (1, 2, 3):
-        assert not mended.grade(Grader(broken, workers), number, hint)
-        printed.append(capsys.readouterr().out)
+    exercises.write(f"drill{number}", tmp_path / broken)
+    assert exercises.number_of_drill(broken) == number
+    verdicts, printed = zip(*((mends(number, Grader(broken, workers), hint), capsys.readouterr().out)
+                              for hint in (1, 2, 3)))
+    assert not any(verdicts)
     assert all(f"  report    {drill.report}\n" in text for text in printed)
     assert [f"  check     {drill.check}\n" in text for text in printed] == [False, True, True]
     assert [f"  state     {drill.state}\n" in text for text in printed] == [False, False, True]
     assert not any("cause" in text or ".py:" in text for text in printed)
-    assert drill.answer in drills.answer(number) and drill.before in drills.answer(number)
+    assert drill.answer in exercises.answer(number) and drill.before in exercises.answer(number)
 
-    files = drills.files(number)
+    files = exercises.files_of_drill(number)
     files[drill.file] = changed(files[drill.file], {drill.after: drill.before})
     write_package(tmp_path / right, files)
-    assert mended.grade(Grader(right, workers), number, 1)
-    assert capsys.readouterr().out.endswith(f"ok drill {number}: mended\n\n{drill.answer}\n")
+    assert mends(number, grader := Grader(right, workers), 1)
+    assert (came := capsys.readouterr()).out.endswith(f"ok drill {number}: mended\n\n{drill.answer}\n")
+    assert came.err == "  The report …\n  Level 1: It trains …\n  Level 2: It is an optimizer …\n"
+    assert what_next(grader).endswith(f"drill{number + 1} TO={right}" if number < 8 else "and further ones")
 
 
 @pytest.mark.waits
 def test_another_fault_in_a_drill_is_told_as_in_a_package(capsys, workers, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = drills.files(1)["optimizer.py"]
+    text = exercises.files_of_drill(1)["optimizer.py"]
     other = changed(text, {"        copy_all(tensors, cut_like(flat, tensors))\n": "        pass\n",
                            DRILLS[1].after: DRILLS[1].before})
-    write_package(tmp_path / "other", {**drills.files(1), "optimizer.py": other})
-    assert not mended.grade(Grader("other", workers), 1, 1)
+    write_package(tmp_path / "other", {**exercises.files_of_drill(1), "optimizer.py": other})
+    assert not mends(1, Grader("other", workers), 1)
     printed = capsys.readouterr().out
     assert "cause     each rank steps with its own gradients" in printed, printed
 
@@ -94,7 +95,7 @@ def test_a_ring_is_graded_by_hand_values_and_by_its_bytes(capsys, workers, tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     lines, check, printed = RINGS[what]
     folder = f"ring_{what.replace(' ', '_')}"
-    skeleton.write("0", tmp_path / folder)
+    exercises.write("0", tmp_path / folder)
     if lines is not None:
         (tmp_path / folder / "ring.py").write_text(changed((ROOT / "grade" / "ring.py").read_text(), lines))
     is_right = passes("ring", Grader(f"{folder}.ring", workers))

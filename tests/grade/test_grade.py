@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from grade import by_hand, contract, grader, left_over, levels, runs, skeleton, variants
+from grade import by_hand, contract, exercises, grader, levels, runs, variants
 from grade.__main__ import grade as run
-from grade.__main__ import package_of, passes
+from grade.__main__ import package_of, passes, what_next
 from grade.grader import Grader
 from tests.common import STAGES
 from tests.grade import graded
@@ -115,15 +115,15 @@ Level 2: It is an optimizer
 
 @pytest.mark.parametrize("what, options", [
     ("LeavesZeroGradToTorch", "--ranks 2 --steps 2 --optimizer sgd"),
-    ("Unfilled", "--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype bfloat16")])
+    ("NotCopied", "--ranks 2 --params 4,4,4,4 --optimizer sgd --dtype bfloat16")])
 def test_the_recorder_shows_the_step_that_is_wrong(grade, tmp_path, what, options):
     """Other parameters than the stage's at the end. tests/show/ has only stages; this is a package of one's own."""
-    wrong = f"{what.lower()}.optimizer"
+    wrong, right = f"{what.lower()}.optimizer", WRONG[what].base.split("/")[0]
     assert complaint(grade(what))[-1] == f'see       make show STAGE={wrong} ARGS="{options}"'
-    for stage in (wrong, STAGES[2]):
+    for stage in (wrong, right):
         run = run_module("show", stage, *options.split(), "--json", tmp_path / stage, PYTHONPATH=tmp_path)
         assert run.code == 0, run.stderr
-    shown, right = (parameters(json.loads((tmp_path / stage).read_text())) for stage in (wrong, STAGES[2]))
+    shown, right = (parameters(json.loads((tmp_path / stage).read_text())) for stage in (wrong, right))
     assert shown != right
 
 
@@ -131,7 +131,7 @@ def test_state_that_is_on_no_rank_is_counted_in_elements():
     """"1 times in all" beside "exists once" is no reason."""
     ranks = [runs.Seen(state=(n, 0)) for n in (33279, 33280)]
     with pytest.raises(grader.Wrong) as wrong:
-        levels.state(2)(Namespace(run=lambda *_: ranks))
+        levels.state(Namespace(run=lambda *_: ranks), d=2)
     assert ("came", "1 of its 66560 elements on no rank: 50% on rank 0, 50% on rank 1") in wrong.value.lines
 
 
@@ -204,7 +204,7 @@ def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, packa
     assert came.returncode == 1 and came.stdout.splitlines()[-2:] == [
         "  FAILED    nothing goes on after the ranks have ended",
         "  came      the package has left 1 of its processes running; they have been ended"], came.stdout
-    assert not left_over.marked(f"LEFT_BY={tmp_path}")
+    assert not grader.marked(f"LEFT_BY={tmp_path}")
 
 
 def test_a_stage_may_be_a_number_a_name_or_a_path(capsys):
@@ -222,23 +222,24 @@ def test_a_stage_may_be_a_number_a_name_or_a_path(capsys):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_exercise_says_what_to_fill_in(grade, tmp_path, stage):
-    """Each of its functions in a line; docs/exercise.md has how many there are in each file."""
-    skeleton.write(stage[5], tmp_path / f"mine_{stage[5]}")
+def test_an_exercise_says_what_to_fill_in(grade, workers, tmp_path, stage):
+    """Each of its functions in a line; docs/exercise.md has how many there are in each file. Then the next chapter."""
+    exercises.write(stage[5], tmp_path / f"mine_{stage[5]}")
     name, expected, came, *_, cause = complaint(grade(f"mine_{stage[5]}"))
     assert name == (graded.RANGES if stage[5] == "3" else BY_HAND) and expected == f"expected  {NO_EXCEPTION}"
     assert re.fullmatch(r"came      rank \d: RuntimeError: fill in \w+: .*[^…]", came), came
     assert cause == "cause     this exercise is not finished yet: docs/exercise.md has hints"
     said = DOCS.split(f"### Stage {stage[5]}: ")[1].split("\n\n")[1]
-    counts = {Path(path).name: len(asked) for path, asked in skeleton.ASKED[stage].items() if asked}
+    counts = {Path(path).name: len(asked) for path, asked in exercises.bodies()[stage].items() if asked}
     assert all(f"{count} {'bodies ' if number == 0 else ''}of `{file}`" in said
                for number, (file, count) in enumerate(counts.items())) or said.startswith("Fill in `sync_params`.")
+    assert [*STAGES, "make exercise STAGE=drill1"][int(stage[5])] in what_next(Grader(f"mine_{stage[5]}", workers))
 
 
 def test_an_exercise_that_is_not_there_is_refused(tmp_path):
     """tests/house/test_taken.py has the places where none can be written."""
     with pytest.raises(ValueError, match="STAGE=7: there are the exercises 0 to 4, variants, and drill1 to drill8"):
-        skeleton.write("7", tmp_path / "mine")
+        exercises.write("7", tmp_path / "mine")
 
 
 # What makes each variant wrong, and the checks of which one notices.
@@ -278,12 +279,12 @@ def test_a_wrong_variant_is_told_so(package, grade, what):
 
 @pytest.mark.parametrize("name", ["wire16", "chained"])
 def test_a_variant_that_is_not_written_yet_is_told_what_to_fill_in(grade, tmp_path, name):
-    skeleton.write("variants", tmp_path / f"mine_{name}")
+    exercises.write("variants", tmp_path / f"mine_{name}")
     assert "RuntimeError: fill in " in complaint(grade(f"mine_{name}.{name}", levels=[name]))[2]
 
 
 def test_every_variant_is_an_exercise():
-    assert {Path(path).stem for path, asked in skeleton.ASKED["variants"].items() if asked} == variants.CASES.keys()
+    assert {Path(path).stem for path, asked in exercises.bodies()["variants"].items() if asked} == variants.CASES.keys()
     assert {what.split()[0] for what in WRONG_VARIANTS} == variants.CASES.keys()
     assert {path.stem for path in (ROOT / "variants").glob("[a-z]*.py")} == (variants.CASES.keys() - {"chained"}) | {
         "by_bucket", "muon_rows", "same_bits"}
@@ -310,9 +311,7 @@ def prediction(section):
 PREDICTIONS = list(map(prediction, re.split(r"^### \d+\. ", DOCS, flags=re.MULTILINE)[1:]))
 CAUSES = {  # number -> what the page leaves to the grader
     1: by_hand.SUMMED, 2: by_hand.NOT_RECEIVED, 5: "the lr of a scheduler doesn't arrive",
-    7: "gradients were added to parameters: the buffer must be zeroed",
-    9: "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called",
-    10: "who packs and who cuts disagree"}
+    7: by_hand.NOTHING["zeros"], 9: by_hand.NOT_FINISHED, 10: "who packs and who cuts disagree"}
 
 
 @pytest.mark.parametrize("number", range(1, 11))

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 import conftest
-from grade.diff import parts_of
 from guard.guarded import Guarded
+from harness.diff import parts_of
 from harness.take import CORE, code_lines
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT

@@ -7,10 +7,17 @@ import ast
 import difflib
 import sys
 
-from grade.skeleton import ROOT, STAGES, functions
+from harness import STAGES
+from harness.take import CORE, ROOT
 
-CORE_FILES = ("optimizer.py", "buffer.py", "transport.py")
 COLOURS = {"+": "\033[32m", "-": "\033[31m"}
+
+
+def functions(tree):
+    """-> {name: node} of each function of a module, and of each method as "Class.method"."""
+    methods = {f"{node.name}.{child.name}": child for node in tree.body if isinstance(node, ast.ClassDef)
+               for child in node.body if isinstance(child, ast.FunctionDef)}
+    return {**{node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}, **methods}
 
 
 def parts_of(path):
@@ -25,7 +32,7 @@ def parts_of(path):
         start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         names[start - 1 : node.end_lineno] = [name] * (node.end_lineno + 1 - start)
     of_functions = {name for name, node in nodes if isinstance(node, ast.FunctionDef)}
-    return {name: [line for its, line in zip(names, lines) if its == name and (line.strip() or name in of_functions)]
+    return {name: [line for part, line in zip(names, lines) if part == name and (line.strip() or name in of_functions)]
             for name in dict.fromkeys(names)}
 
 
@@ -34,19 +41,19 @@ def difference(old, new):
     unchanged = [name for name in new if old.get(name) == new[name]]
     gone = [name for name in old if name not in new]
     gone = [name for name in gone if f"class {name.partition('.')[0]}" not in gone]  # a class is said once
-    said = [f"{word}: {', '.join(names)}" for word, names in (("unchanged", unchanged), ("gone", gone)) if names]
+    listed = [f"{word}: {', '.join(names)}" for word, names in (("unchanged", unchanged), ("gone", gone)) if names]
     for name in new:
         if name not in old:
-            said += ["", f"new: {name}", *(f"+{line}" for line in new[name])]
+            listed += ["", f"new: {name}", *(f"+{line}" for line in new[name])]
         elif name not in unchanged:
             changes = list(difflib.unified_diff(old[name], new[name], n=2, lineterm=""))[2:]
-            said += ["", f"changed: {name}", *(" …" if line.startswith("@@") else line for line in changes)]
-    return said
+            listed += ["", f"changed: {name}", *(" …" if line.startswith("@@") else line for line in changes)]
+    return listed
 
 
 def main(a, b):
     of_stages = [ROOT / STAGES[int(number) - 1] for number in (a, b)]
-    for file in CORE_FILES:
+    for file in CORE:
         old, new = (parts_of(stage / file) for stage in of_stages)
         if old or new:
             print(f"\n{'=' * 20} {file}: stage {a} -> stage {b}")
