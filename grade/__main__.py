@@ -180,7 +180,7 @@ def main():
         say(("FAILED", "nothing goes on after the ranks have ended"), (
             "came", f"the package has left {len(left)} of its processes running; they have been ended"))
     elif is_right and not args.only:
-        say(("next", what_next(grader)))
+        say(("", ""), ("next", what_next(grader)))
     return 1 if left or is_right is False else 0
 
 
