@@ -66,7 +66,7 @@ class Picture:
         for kind in filter(kinds.__contains__, KINDS):
             self.add(Cell(kind, 0, x, y, 16, 13))
             self.text(x + 19, y + 10, KINDS[kind], "soft")
-            x += 30 + 6 * len(KINDS[kind])
+            x += 30 + sum(9 if letter in "mw" else 6 for letter in KINDS[kind])
         self.height = y + 19
 
     def keyframes(self, name, steps):
