@@ -328,7 +328,7 @@ def rewrite():
         try:
             after = PICTURES[path.name]() if path.name in PICTURES else rewritten(before)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"there is no such block, or results/ holds something else than results: {error!r}"
+            reason = f"no such block, a file that FILES in harness/results.py lacks, or one of other fields: {error!r}"
             raise SystemExit(f"report: {path.name}: {reason}") from None
         texts.append((path, before, after))
     for path, before, after in texts:
