@@ -223,7 +223,7 @@ def configurations(link):
     return {
         "computing alone": catalogue.compute_only,
         catalogue.REFERENCE: catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
-        "ddp, 100 MB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
+        "ddp, 100 MiB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
         catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
         catalogue.GRAD_BUFFER: catalogue.stage(THREE),
         "stage 4 overlap, no prefetch": catalogue.stage(FOUR),

@@ -110,7 +110,7 @@ def host_sheet(times, n_tensors, d):
             "median": column("median", lambda name: 1e3 * median_whole[name], form=".2f"),
             "per_tensor": column("µs/tensor", lambda name: 1e6 * best[name].whole / n_tensors, form=".0f")},
         [f"Best of {n_steps} steps, all rows in turn; median and µs a tensor: of the whole step. "
-         "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MB."])
+         "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MiB."])
 
 
 def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, progress=lambda text: None):

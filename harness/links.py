@@ -177,7 +177,7 @@ def buckets_sheet(sweep):
             "messages": column("its messages\nof gradients", of_row(OVERLAP, messages), "counted"),
             "bytes": column("its bytes a\nparameter", of_row(OVERLAP, lambda row: row.bytes_per_param), "counted",
                             ".2f")},
-        [f"Medians of {conditions.rounds} round(s) of {conditions.steps} steps. DDP's default is {DEFAULT_MB} MB. The "
+        [f"Medians of {conditions.rounds} round(s) of {conditions.steps} steps. DDP's default is {DEFAULT_MB} MiB. The "
          f"model's gradients have {conditions.parameters * 4 / 1e6:.1f} MB.", *failures(sweep.rows)])
 
 

@@ -44,7 +44,7 @@ def is_asked(text, name):
 
 
 class HasRowId:
-    """Gives a class with the fields `base` and `bucket_mb` a name to show, such as "ddp, 2 MB buckets"."""
+    """Gives a class with the fields `base` and `bucket_mb` a name to show, such as "ddp, 2 MiB buckets"."""
 
     row_id = property(lambda self: RowId(self.base, self.bucket_mb))
 
@@ -56,7 +56,7 @@ class HasRowId:
     def size(self):
         if self.bucket_mb is None:
             return "default"
-        return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MB"
+        return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MiB"
 
 
 class RowId(HasRowId, collections.namedtuple("RowId", "base bucket_mb", defaults=[None])):

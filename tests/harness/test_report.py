@@ -178,7 +178,7 @@ def test_accumulation_marks_noise_and_says_what_communication_takes():
     assert "up to 4% apart" in exchanges.footnotes[-1]
     assert cells_of(shares) == [["1", "20", "75%", "80%", "80%"], ["2", "20", "38%", "60%", "80%"],
                            ["4", "20", "20%", "50%", "80%"]]
-    assert "the row ddp, 2 MB buckets" in shares.notes[0]
+    assert "the row ddp, 2 MiB buckets" in shares.notes[0]
 
 
 def ladder():
@@ -234,7 +234,7 @@ def test_the_rows_of_a_tuned_size_stand_behind_the_default():
     assert all(catalogue.find(*row_id).name == row_id.base for row_id in catalogue.SWEPT + catalogue.SWEPT_FOR_CURVE)
     assert set(catalogue.SWEPT_FOR_CURVE) < set(catalogue.SWEPT)
     assert [RowId("ddp", size).name for size in (None, 2.0, 0.25, ONE_PARAMETER)] == [
-        "ddp", "ddp, 2 MB buckets", "ddp, 0.25 MB buckets", "ddp, one-parameter buckets"]
+        "ddp", "ddp, 2 MiB buckets", "ddp, 0.25 MiB buckets", "ddp, one-parameter buckets"]
 
 
 @pytest.fixture
