@@ -104,8 +104,8 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         states = local_states(optimizer, pieces)
         groups, own_extra = packed_groups(optimizer), packed(extra, "`extra`")
-        report = Report(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
-                        names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
+        report = RankReport(str(path), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+                            names_in_groups(optimizer, names), ranks_of_experts(optimizer, names))
     reports = all_gather(report, group)
     with errors_on_all(error_prefix, group):
         refuse_different(reports)
@@ -140,11 +140,11 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     return saver.last
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank tells the others of its model and optimizer before they save or load."""
 
     source: str | int  # the path; of a checkpoint that is loaded, the checksum of its checksums
-    model: dict  # name -> shape, dtype
+    model: dict  # name -> (shape, dtype); to load, the names are enough
     names: list[list[str]]  # of the parameters in each group
     experts: dict  # name of a parameter of a smaller process group -> the ranks of that group
 
@@ -181,7 +181,7 @@ def tensors_of(model) -> dict[str, torch.Tensor]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         value = tensors.get(name.replace("_orig_mod.", ""), tensor)
         if value is not tensor and not (isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()):
-            raise UnfitModel(f"model.state_dict() has a copy of {name}, made by a hook say: it could not be loaded")
+            raise UnfitModel(f"model.state_dict() has a copy of {name}, perhaps made by a hook: it could not be loaded")
     for name, value in tensors.items():
         if name.endswith("_extra_state"):
             raise UnfitModel(f"{name}, of a module's get_extra_state(), isn't kept here: pass it as `extra`")
@@ -393,7 +393,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         tensors = tensors_of(model)
         names, pieces = names_of(tensors, optimizer), pieces_of(optimizer)
         stored = Stored(path, *rank_and_size(group))
-        report = Report(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
+        report = RankReport(stored.checksum, dict.fromkeys(tensors), names_in_groups(optimizer, names), {})
     reports = all_gather(report, group)
 
     def read(items):

@@ -94,7 +94,7 @@ def joined(keys) -> str:
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
     """Return index -> the inner optimizer's state of this rank's piece, with a "main_param" if the parameter has 16
-    bits. Without `all_main_params`, a parameter that was never stepped has no entry: torch takes any for a whole state.
+    bits. Without `all_main_params`, a parameter that was never stepped has none: torch takes any entry for a state.
     """
     refuse_unclaimed(optimizer)
     inner, states = inner_of(optimizer), {}

@@ -315,8 +315,7 @@ def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
     with configuration.context():
         for number in range(WARMUP_STEPS):
             step(number)
-        n_steps = max(2, settings.steps // 2 // micro_batches)
-        step_ms, _ = time_warm_steps(rank, step, range(n_steps), training.finish)
+        step_ms, _ = time_warm_steps(rank, step, range(settings.steps), training.finish)
     return step_ms / micro_batches
 
 

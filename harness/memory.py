@@ -98,7 +98,7 @@ class Memory(TorchDispatchMode):
         return dict(by_kind)
 
     def hold(self, n_bytes):
-        """Count bytes that belong to no known tensor; a negative number frees them."""
+        """Count bytes as alive, those of no tensor too; a negative number frees them."""
         self.live += n_bytes
         self.peak = max(self.peak, self.live)
 

@@ -34,6 +34,8 @@ class Place(NamedTuple):
 
 @dataclass
 class Storage:
+    """Memory that the picture shows. row: its line of cells, such as "gradients". part: its name in that line."""
+
     row: str
     part: str
     is_local: bool = False  # named after a local variable

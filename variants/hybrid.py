@@ -7,7 +7,7 @@ DeepSpeed. modded-nanogpt trains on one node, and does not need it.
 Wire, for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes within
 a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks.
 Costs: the state exists r times. The all-reduce of each backward pass overlaps with it, as FSDP2's does. With
-`gradient_accumulation_steps=k`, the same on every rank, only the k-th pass since the last step has one: fewer bytes.
+`gradient_accumulation_steps=k`, the same on every rank, passes before the k-th since a step have none: fewer bytes.
 `step` averages what no pass has averaged, and waits for it. FSDP2 calls this set_requires_all_reduce(is_last).
 `reshard` is refused. Call `save` on the ranks of one group only. Groups must run equally many backward passes, as ranks
 do in stage 4; with `gradient_accumulation_steps=math.inf` they may differ by group.
@@ -71,7 +71,7 @@ class ReplicasOfStage3(Replicas, GradBufferOptimizer):
 
 class ReplicasOfStage4(Replicas, OverlapOptimizer):
     def receive_oldest(self):
-        """Average a bucket when it has arrived. The sum of earlier passes is equal in all groups, so it stays."""
+        """Average a bucket when it has arrived. What was averaged before is equal in all groups, so it stays."""
         bucket = self.travelling[0].bucket
         if bucket in self.averages:
             self.averages[bucket].wait()
