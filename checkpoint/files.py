@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from guard.schema import lead_of
+from guard.schema import leading_dims_of
 
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, UnfitModel
 from .optimizers import (
@@ -544,7 +544,7 @@ class Stored:
                 state[path] = values[key]
                 continue
             size, dtype = self.keys[key].size, self.keys[key].properties.dtype
-            lead = lead_of(size, piece.param.shape)
+            lead = leading_dims_of(size, piece.param.shape)
             if key == main_key:
                 dtype = piece.main.dtype
             if lead is None or path in common:

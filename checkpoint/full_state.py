@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from guard.schema import lead_of
+from guard.schema import leading_dims_of
 
 from .optimizers import (
     Piece,
@@ -260,7 +260,8 @@ def refuse_other_parts(values, param, name):
     """Raise ValueError unless DTensors in a state are of the same parts as `param`."""
     for path, value in values.items():
         if isinstance(value, torch.Tensor):
-            lead, own_lead = lead_of(value.shape, param.shape), lead_of(local(value).shape, local(param).shape)
+            lead = leading_dims_of(value.shape, param.shape)
+            own_lead = leading_dims_of(local(value).shape, local(param).shape)
             if lead != own_lead or lead and isinstance(param, DTensor):
                 raise ValueError(f"{path} of {name} is a {type(value).__name__} in this state_dict, the parameter "
                                  f"is a {type(param).__name__}, with another part on this rank")

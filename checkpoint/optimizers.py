@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
-from guard.schema import Schema, Spec, lead_of, leaves, schema_of
+from guard.schema import Schema, Spec, leading_dims_of, leaves, schema_of
 
 from .errors import UnfitModel
 from .ranks import Saver, saver_of
@@ -148,7 +148,7 @@ def with_sign_of_lr(options):
 def paths_of_common(schema) -> set[str]:
     """Return the paths of tensors in a state that have not the parameter's shape."""
     return {".".join(map(str, path)) for path, value in leaves(schema.entries if schema else {})
-            if isinstance(value, Spec) and lead_of(value.shape, schema.shape) is None}
+            if isinstance(value, Spec) and leading_dims_of(value.shape, schema.shape) is None}
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

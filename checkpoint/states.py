@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from guard.schema import COMPUTABLE, LISTS, Spec, check_state, described, lead_of
+from guard.schema import COMPUTABLE, LIST_TYPES, Spec, check_state, leading_dims_of, with_specs
 
 from .optimizers import all_params, as_python, inner_of, local, offsets_of, paths_of_common, schemas_of, steps_ranges
 from .ranks import all_gather, errors_on_all
@@ -61,14 +61,14 @@ def tree_of(state):
         return {key: tree_of(item) for key, item in state.items()}
     if type(state) is collections.deque:
         return "deque", state.maxlen, *map(tree_of, state)
-    return type(state)(map(tree_of, state)) if type(state) in LISTS else None
+    return type(state)(map(tree_of, state)) if type(state) in LIST_TYPES else None
 
 
 def filled(tree, values, path=()):
     """Put `values`, path -> value, back into a `tree` of `tree_of`. Return the state."""
     if isinstance(tree, dict):
         return {key: filled(item, values, (*path, key)) for key, item in tree.items()}
-    if type(tree) not in LISTS:
+    if type(tree) not in LIST_TYPES:
         return values[joined(path)]
     is_deque = tree[:1] == ("deque",)
     items = [filled(item, values, (*path, place)) for place, item in enumerate(tree[2:] if is_deque else tree)]
@@ -77,7 +77,7 @@ def filled(tree, values, path=()):
 
 def flat(state, path=()) -> dict[str, object]:
     """Return path -> value of everything in `state`. Raises ValueError if two paths read alike, as {1: …, "1": …}."""
-    if not isinstance(state, dict) and type(state) not in LISTS:
+    if not isinstance(state, dict) and type(state) not in LIST_TYPES:
         return {joined(path): state}
     values = {}
     for key, item in state.items() if isinstance(state, dict) else enumerate(state):
@@ -162,9 +162,9 @@ def entry_of(value, piece) -> Entry:
     if not isinstance(value, torch.Tensor):
         return Entry(value=as_python(value))
     value = local(value)
-    lead = lead_of(value.shape, piece.main.shape)
+    lead = leading_dims_of(value.shape, piece.main.shape)
     may_be_common = lead is None or value.numel() <= LARGEST_COMMON
-    return Entry(lead, described(value), checksum_of(value) if may_be_common else None)
+    return Entry(lead, with_specs(value), checksum_of(value) if may_be_common else None)
 
 
 def checksum_of(tensor) -> int:
@@ -216,7 +216,7 @@ def parts_without_overlaps(ranges) -> list[Part]:
 def check_states(schemas, names, states, shapes):
     """Raise ValueError unless `states` fit their schemas and `shapes`, index -> shape of the piece."""
     for index, shape in shapes.items():
-        name, schema, state = names[index], schemas[index], described(states.get(index, {}))
+        name, schema, state = names[index], schemas[index], with_specs(states.get(index, {}))
         if isinstance(state, dict) and "main_param" in state:
             main_param, state = state["main_param"], {key: state[key] for key in state if key != "main_param"}
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE

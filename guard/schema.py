@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .groups import hyperparameters
 from .hooks import without_global_hooks
 
-LISTS = list, tuple, collections.deque
+LIST_TYPES = list, tuple, collections.deque
 ANYTHING = "a scalar, or of the parameter's shape"  # for entries that come after the first step, such as slow weights
 COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
@@ -39,13 +39,13 @@ class Schema(NamedTuple):
     shape: tuple  # of the parameter that was stepped
 
 
-def described(value):
+def with_specs(value):
     """Return `value` with a Spec in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return Spec(tuple(value.shape), value.dtype)
     if isinstance(value, dict):
-        return {key: described(item) for key, item in value.items()}
-    return type(value)(map(described, value)) if type(value) in LISTS else value
+        return {key: with_specs(item) for key, item in value.items()}
+    return type(value)(map(with_specs, value)) if type(value) in LIST_TYPES else value
 
 
 def schema_of(make_optimizer, current, saved, shape, dtype, device) -> Schema | None:
@@ -71,7 +71,7 @@ def try_step(make_optimizer, options, shape, dtype, device):
                 optimizer = make_optimizer([{**group, "params": [param]}])
                 from_start = bool(optimizer.state.get(param))
                 optimizer.step()
-                return Schema(described(dict(optimizer.state[param])), from_start, tuple(shape)), None
+                return Schema(with_specs(dict(optimizer.state[param])), from_start, tuple(shape)), None
         except Exception as failure:  # it needs a closure, matrices, …
             reason = reason_of(failure)
     return None, reason.splitlines()[0][:200]  # torch's texts may have many lines
@@ -85,7 +85,7 @@ def reason_of(failure):
     return f"{type(failure).__name__}: {failure}"
 
 
-def lead_of(shape, like):
+def leading_dims_of(shape, like):
     """Return the leading dimensions of `shape`, before those of the parameter shape `like`; None: it has others."""
     n_lead = len(shape) - len(like)
     return tuple(shape[:n_lead]) if n_lead >= 0 and tuple(shape[n_lead:]) == tuple(like) else None
@@ -93,7 +93,7 @@ def lead_of(shape, like):
 
 def leaves(value, path=()):
     """Yield (path, value) of everything in `value`, or of a container (path, class) and then what is in it."""
-    is_container = type(value) in (dict, *LISTS)
+    is_container = type(value) in (dict, *LIST_TYPES)
     yield path, type(value) if is_container else value
     if is_container:
         for key, item in value.items() if type(value) is dict else enumerate(value):
@@ -101,7 +101,7 @@ def leaves(value, path=()):
 
 
 def check_state(schema, state, like, name):
-    """Raise ValueError unless a described `state` of a parameter of shape `like` is empty or fits the schema."""
+    """Raise ValueError unless a `state` with Specs of a parameter of shape `like` is empty or fits the schema."""
     if schema is None or not (state or schema.from_start):
         return
     expected, actual = dict(leaves(schema.entries)), dict(leaves(state))
@@ -123,12 +123,12 @@ def fits(entry, value, trial_shape, like):
     """
     if entry is ANYTHING or entry is None:
         # Whatever is no tensor, a scalar, or of the parameter's shape, maybe stacked.
-        return not isinstance(value, Spec) or not value.shape or lead_of(value.shape, like) is not None
+        return not isinstance(value, Spec) or not value.shape or leading_dims_of(value.shape, like) is not None
     if not isinstance(entry, Spec) or not isinstance(value, Spec):
         are_numbers = isinstance(entry, numbers.Number) and isinstance(value, numbers.Number)
         is_container = isinstance(entry, type)  # `leaves` gives its class, which must be the same
         return entry is value or are_numbers or (type(entry) is type(value) and not is_container)
-    entry_lead, value_lead = lead_of(entry.shape, trial_shape), lead_of(value.shape, like)
+    entry_lead, value_lead = leading_dims_of(entry.shape, trial_shape), leading_dims_of(value.shape, like)
     # A stack, of the last gradients for example, may be longer or shorter, but not empty.
     is_stack = bool(entry_lead) and len(entry_lead) == len(value_lead or ()) and all(value_lead)
     is_shaped = value_lead == entry_lead if entry_lead is not None else value.shape == entry.shape
@@ -146,7 +146,7 @@ def checked_state_dict(make_optimizer, inner, state_dict):
     for index, ((group, param), (saved_group, key)) in enumerate(zip(current, saved)):
         options = hyperparameters(group), hyperparameters(saved_group)
         schema = schema_of(make_optimizer, *options, param.shape, param.dtype, param.device)
-        check_state(schema, described(states.get(key, {})), param.shape, f"parameter {index} of this rank")
+        check_state(schema, with_specs(states.get(key, {})), param.shape, f"parameter {index} of this rank")
         if key in states:
             states[key] = {name: torch.empty_like(param, dtype=value.dtype).copy_(value)
                            if isinstance(value, torch.Tensor) and value.shape == param.shape else value

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict, optimizers, reshard
-from guard.schema import Schema, Spec, check_state, described, schema_of
+from guard.schema import Schema, Spec, check_state, schema_of, with_specs
 from tests.checkpoint import SHARDED, a_run, train, wrapped
 from tests.checkpoint.compare import close, equal, full, nothing_changes, said_by_all, weights
 from tests.common import STAGES, batch, error_of, loss_of, on_ranks, situation
@@ -227,7 +227,7 @@ def test_what_an_optimizer_keeps_fits_its_schema_at_each_step():
             for _ in range(5):
                 param.grad = torch.randn(5, 7)
                 optimizer.step()
-                check_state(schema, described(dict(optimizer.state[param])), param.shape, "it")
+                check_state(schema, with_specs(dict(optimizer.state[param])), param.shape, "it")
             assert schema.from_start == (cls == "Adagrad")
     param = nn.Parameter(torch.ones(5))
     assert of_a_class(torch.optim.LBFGS([param]), param) is None  # it can't be stepped alone
