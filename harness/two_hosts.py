@@ -331,9 +331,17 @@ def measure_rate(args):
 
 
 def exit_on_signals():
-    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that what it has started and made is removed."""
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that what it has started and made is removed.
+
+    A second one is ignored: it could come before `Hosts.__exit__` ignores it, and leave namespaces behind.
+    """
+    def leave(*_):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(1)
+
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
+        signal.signal(number, leave)
 
 
 def show(result):
