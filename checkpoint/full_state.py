@@ -56,7 +56,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     layouts, params = agreed(optimizer, states, pieces, NOT_READ, group), all_params(optimizer)
     dst = None if to_all else 0
     state = {}
-    for index, values in whole_states(layouts, states, pieces, params, group, dst):
+    for index, values in whole_states(layouts, states, pieces, params, NOT_READ, group, dst):
         cut = {path: in_shape(values[path], params[index]) for path in layouts[index].cut}
         state[index] = filled(layouts[index].tree, {**values, **cut})
     is_receiver = dst in (None, rank_and_size(group)[0])
@@ -136,17 +136,22 @@ def agreed(optimizer, states, pieces, error_prefix, group):
     return layouts
 
 
-def whole_states(layouts, states, pieces, params, group, dst=None):
+def whole_states(layouts, states, pieces, params, error_prefix, group, dst=None):
     """Iterate over (index, path -> value) of each parameter's state on rank `dst`, None: on all. Collective.
 
     A tensor that is cut has all elements of the parameter, or of a DTensor's local part: (*lead, elements). `states`:
-    index -> error_prefix this rank has for its piece. Values are copies on the CPU.
+    index -> what this rank has for its piece. Values are copies on the CPU.
     """
-    rank, _ = rank_and_size(group)
+    (rank, _), failure = rank_and_size(group), None
     for index, layout in layouts.items():
         values, n_elements, offsets = {}, local(params[index]).numel(), offsets_of(params[index])
         for part in layout.parts:
-            own = copied_part(states[index], layout, pieces[index], part) if part.rank == rank else None
+            own = {}
+            if part.rank == rank:
+                try:
+                    own = copied_part(states[index], layout, pieces[index], part)
+                except Exception as error:  # the other ranks wait for this one's parts
+                    failure = error
             for path, value in (passed_on(own, part.rank, dst, group) or {}).items():
                 if path not in layout.cut:
                     values.setdefault(path, value)
@@ -154,8 +159,11 @@ def whole_states(layouts, states, pieces, params, group, dst=None):
                     if path not in values:
                         values[path] = value.new_empty(*value.shape[:-1], n_elements)
                     values[path][..., part.start : part.stop] = value
-        if dst in (None, rank):
+        if dst in (None, rank) and layout.cut.keys() | layout.common.keys() <= values.keys():
             yield index, values
+    with errors_on_all(error_prefix, group):
+        if failure:
+            raise failure
 
 
 def copied_part(state, layout, piece, part):
@@ -189,7 +197,7 @@ def install_states(optimizer, layouts, states, pieces, groups, error_prefix, gro
     params, main_params, new_states, failure = all_params(optimizer), [], {}, None
     with errors_on_all(error_prefix, group):
         new_pieces = pieces_of(optimizer)
-    for index, values in whole_states(layouts, states, pieces, params, group):
+    for index, values in whole_states(layouts, states, pieces, params, error_prefix, group):
         try:
             if into_params and "main_param" in values:
                 main_params.append((local(params[index]), values["main_param"].to(params[index].dtype)))

@@ -191,7 +191,8 @@ def state(grader, d):
             "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
     require(zeros <= PADDING_OF_STATE * whole, once, f"{1 + zeros / whole:.3g} times, with padding: {zeros} elements "
             "of zeros", "pad a shard by less: to a multiple of d, or of 64 bytes")
-    return [f"state      {shares}", *[UNEVEN] * (max(held) > whole / d + 2 * LARGEST)]
+    is_uneven = max(held) > whole / d + 2 * LARGEST
+    return [f"state      {shares}", UNEVEN] if is_uneven else [f"state      {shares}"]
 
 
 UNEVEN = "unequal    sharing out by elements saves more: the largest parameter first, to who has least"
@@ -238,11 +239,13 @@ def ladder(grader):
         require(d == 2 or held <= 16 * 1.05, "fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
                 f"{with_ranks}{held:.2f}",
                 "beside parameters and gradients a rank holds its own 1/d, and no whole copy")
-    native = f"; {traffic.sent_if_native:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
+    native = ""
+    if traffic.sent_if_native < traffic.sent:
+        native = f"; {traffic.sent_if_native:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
     return [f"ladder     {traffic.rung}",
             f"a step     {traffic.collectives}; {seen.n_in_backward or 'none'} of them in the backward pass",
             f"sent       {traffic.sent:.2f} · 4Ψ · (d-1)/d bytes a rank"
-            f"{native * (traffic.sent_if_native < traffic.sent)} (DDP alone: 2)",
+            f"{native} (DDP alone: 2)",
             f"held       {held:.2f} bytes a parameter after a step (DDP with AdamW: 16)"]
 
 

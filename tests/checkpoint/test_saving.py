@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from checkpoint import files, full_state, load_full_state_dict, ranks, reshard, states, storage
+from checkpoint import files, full_state, full_state_dict, load_full_state_dict, ranks, reshard, states, storage
 from tests.checkpoint import ONE, SHARDED, a_run, full_disk, small, train
 from tests.checkpoint.compare import equal, full, nothing_changes, said_by_all, weights
 from tests.common import STAGES, error_of, on_ranks, situation
@@ -236,6 +236,9 @@ def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, c
         with nothing_changes(model, optimizer):
             line = line_of(lambda: full(optimizer), states, "entry_of", ERRORS[0])
             assert line == f"the state can't be put together: rank {bad_rank}: too little memory"
+            for call in (lambda: full(optimizer), lambda: full_state_dict(optimizer)):
+                line = line_of(call, full_state, "copied_part", ERRORS[0])
+                assert line == f"the state can't be put together: rank {bad_rank}: too little memory"
             for module, name in OF_FULL_STATE:
                 line = line_of(lambda: load_full_state_dict(optimizer, found), module, name, ERRORS[0])
                 assert line == f"the state can't be loaded: rank {bad_rank}: too little memory"
