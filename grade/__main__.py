@@ -36,7 +36,7 @@ def package_of(stage):
     """Return the name of a package: that of a stage's number, or `stage` itself. Nothing of it is run."""
     if stage.isdecimal():
         return next((name for name in STAGES if name.startswith(f"stage{stage}_")), None) or fail(
-            f"STAGE={stage}: there are stages 1 to 4")
+            f"STAGE={stage}: there are stages 1 to {len(STAGES)}")
     parts = stage.removesuffix("/").removesuffix(".py").replace("/", ".").split(".")
     paths = [Path(folder, *parts) for folder in sys.path if all(map(str.isidentifier, parts))]
     if not any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths):
@@ -155,7 +155,7 @@ def grade(grader, args, for_pytest):
 
 def main():
     parser = command_line.Parser("grade", __doc__)
-    parser.add_argument("stage", help="1 to 4, or the name of a package or module in the current folder")
+    parser.add_argument("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
     parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
     parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
     parser.add_argument("--ddp", action="store_true", help="a class Sharded, which only shards, beside torch's DDP")

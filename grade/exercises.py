@@ -43,7 +43,8 @@ def emptied(path, asked):
     end = tree.body[0].end_lineno - 1  # of the module's docstring: a line with nothing but quotes
     n_bodies = f"{len(asked)} {'body' if len(asked) == 1 else 'bodies'}"
     exercise = f"Exercise: fill in {n_bodies}, see docs/exercise.md. The solution is {path}."
-    lines[end:end] = ["", exercise] * bool(asked)
+    if asked:
+        lines[end:end] = ["", exercise]
     text = "\n".join(lines) + "\n"
     return re.sub(r"^from \.(?=\w)", "from guard.", text, flags=re.MULTILINE) if path.startswith("guard/") else text
 

@@ -31,7 +31,7 @@ OVERLAP = "stage 4 overlap"
 OVERLAP_BF16 = "stage 4 overlap bf16"
 FSDP2 = "fsdp2"
 ZERO = "ddp + torch ZeRO"
-# The reference and the four stages: what one picture shows.
+# The reference and the stages: what one picture shows.
 LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
 # What the variants are compared with: --rows variants measures these, too.
 BASES_OF_VARIANTS = GRAD_BUFFER, OVERLAP, OVERLAP_BF16, "ddp summed in bf16"

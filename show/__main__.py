@@ -27,7 +27,7 @@ from . import frames, page, record, scenes, terminal
 from .picture import THEMES
 
 fail = functools.partial(command_line.fail, "show")
-STAGES = {shown.id: shown for shown in page.SHOWN if shown.id in ("0", "1", "2", "3", "4")}
+STAGES = {shown.id: shown for shown in page.SHOWN if shown.id.isdecimal()}
 MAX_ELEMENTS = 48  # more is no picture any more
 
 
@@ -37,13 +37,13 @@ def package_of(stage):
     with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(package):
             return package
-    return fail(f"STAGE={stage}: there are stages 0 to 4, and no package {package} here")
+    return fail(f"STAGE={stage}: there are stages {min(STAGES)} to {max(STAGES)}, and no package {package} here")
 
 
 def parse_args():
     parser = command_line.Parser("show", __doc__)
     add = parser.add_argument
-    add("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
+    add("stage", nargs="?", default="4", help=f"{min(STAGES)} to {max(STAGES)}, or a package (default 4)")
     add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
     add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")

@@ -212,7 +212,7 @@ def test_a_stage_may_be_a_number_a_name_or_a_path(capsys):
     assert package_of("3") == STAGES[2]
     assert package_of("tests.grade.graded") == package_of("tests/grade/graded.py") == "tests.grade.graded"
     for stage, line in {"nothing": f"no package or module of that name in {Path.cwd().name}/",
-                        "7": "there are stages 1 to 4"}.items():
+                        "7": f"there are stages 1 to {len(STAGES)}"}.items():
         with pytest.raises(SystemExit) as ended:
             package_of(stage)
         assert ended.value.code == 2 and capsys.readouterr().err == f"grade: error: STAGE={stage}: {line}\n"

@@ -23,10 +23,11 @@ def make(*arguments):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    *((["train", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to 4") for stage in ("*", "%", "", "5", "1 2")),
+    *((["train", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to {len(STAGES)}")
+      for stage in ("*", "%", "", len(STAGES) + 1, "1 2")),
     *((["train", f"NPROC={n}"], f"NPROC={n}: it must be a number from 1 to 256")
       for n in ("99999999999", "0", "", "%", "two", "257")),
-    *((["bench", "WHAT=timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to 4, and all")
+    *((["bench", "WHAT=timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to {len(STAGES)}, and all")
       for stage in ("", "*", "9")),
     *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host saving cuda")
       for what in ("", "%", "gpu", "host cuda")),

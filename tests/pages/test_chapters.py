@@ -49,7 +49,7 @@ def test_all_chapters_are_built_alike(chapter):
     """Their parts, in their order; the idea opens with one sentence in bold; each new word has a line. No table is
     generated: they stand in results/, and caveats in the reference, to which a chapter sends its reader once."""
     text, parts, number = page_of(chapter).text, parts_of(chapter), STAGES.index(chapter)
-    before = ["DDP", "stage 1", "stage 2", "stage 3"][number]
+    before = f"stage {number}" if number else "DDP"
     assert text.startswith(f"# Stage {number + 1}: ")
     assert list(parts) == [heading.format(before=before) for heading in HEADINGS]
     assert re.match(r"\s*> \*\*[^.*]+\.\*\*\n(?!>)", parts["The idea"]), parts["The idea"]

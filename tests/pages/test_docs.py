@@ -169,7 +169,7 @@ def test_every_kind_of_mistake_is_found():
             ("[text](bench.py#L9999)", "the file has fewer lines"),
             ('`make train ARGS="--stpes 3"`', "no program has the option --stpes"),
             ('`make test ARGS="-k wrong_word"`', "no test is called wrong_word"),
-            ("`make train STAGE=9`", "there are stages 1 to 4"),
+            ("`make train STAGE=9`", f"there are stages 1 to {len(STAGES)}"),
             ("`python -m stage4_overlap.nothing`", "there is no module stage4_overlap.nothing"),
             ("`cp -r stage5_more elsewhere/`", "there is no stage5_more")):
         (wrong,) = problems(Page("page.md", f"{mistake}\n"))

@@ -153,7 +153,7 @@ def test_the_terminal_shows_frames_and_writes_no_file():
 
 
 @pytest.mark.parametrize("args, message", [
-    ("7", "STAGE=7: there are stages 0 to 4"),
+    ("7", f"STAGE=7: there are stages 0 to {max(command.STAGES)}"),
     ("nothing_here", "no package nothing_here here"),
     ("3 --params 0,x", "--params 0,x: it must be like 5,2,9"),
     ("3 --params 100", "at most 48"),
