@@ -62,7 +62,7 @@ def take(number, to, with_checkpoint=False):
     """Write a stage as a package. Raises ValueError: there is no such stage, or `to` is no place for a package."""
     stages = {stage[len("stage")]: stage for stage in STAGES}
     if number not in stages:
-        raise ValueError(f"STAGE={number}: there are stages {', '.join(stages)}")
+        raise ValueError(f"STAGE={number}: there are stages 1 to {len(stages)}")
     write_package(to, files_of(stages[number], with_checkpoint))
 
 

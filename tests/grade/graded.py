@@ -188,7 +188,7 @@ EXPECTED = {  # check -> its first line, where a mistake says nothing else
     BYTES: "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank",
     CLIP: "clip_grad_norm_ returns the norm of the averaged gradients of the whole model",
     FIRST: "the first layer computes while the parameters of others are under way"}
-STAGE_1, STAGE_2, STAGE_3, STAGE_4 = (f"{stage}/optimizer.py" for stage in STAGES)
+STAGE_1, STAGE_2, STAGE_3, STAGE_4, *_ = (f"{stage}/optimizer.py" for stage in STAGES)
 
 
 class Wrong(NamedTuple):
