@@ -157,10 +157,9 @@ def ladder_sheet():
         "time": column("time ÷ DDP's", lambda rung: row_of(rung).over(ddp), form=".2f")})
     words = f"tuned DDP's ({tuned.size} buckets)" if tuned else "DDP's with its default buckets"
     sheet.notes = [
-        f"The model has {conditions.parameters:,} parameters in fp32. Bytes: after a step, gradients included, with "
-        "AdamW (stages 1 to 3: 8 + 8/d; stage 4: 4 + 12/d + b, b: bucket buffers). The peak includes "
-        f"activations of {conditions.batch_size} sequences ({result.conditions.batch_size} in results/). A "
-        "rank sends this many values per parameter, times (d-1)/d; stage 2 adds padding. Time: "
+        f"{conditions.parameters:,} parameters in fp32, AdamW. Bytes after a step: 8 + 8/d; in stage 4, 4 + 12/d + "
+        f"bucket buffers. The peak includes activations of {conditions.batch_size} sequences "
+        f"({result.conditions.batch_size} in results/). Values sent: times (d-1)/d; stage 2 adds padding. Time: "
         f"`DistributedOptimizer`'s step, divided by {words}. Two emulated hosts, {rate_words(conditions.rate)}, "
         f"median of {conditions.rounds} rounds ({conditions.machine}, {conditions.date})."]
     return sheet
@@ -211,8 +210,6 @@ def figures():
     plan = saved.load("plan.json")
     memory, published, check = plan.sheets["memory"], plan.sheets["published"], plan.figures
     ms_70b = saved.load("plan_70b.json").sheets["ranks"].numbers("1024")
-    held = sum(memory.numbers(kind)[catalogue.STAGE_4_BF16] for kind in (
-        "parameters", "gradients", "main parameters", "state", "buffers"))
     keys = [column.key for column in published.columns]
     runs = [dict(zip(keys, cells)) for cells in published.rows]
 
@@ -221,9 +218,8 @@ def figures():
         return [100 * abs(run["error"]) for run in runs if run["calibration"] == calibration
                 and run["optimizer"] in optimizers and (run["gpus"] == 128) == is_users]
     numbers = {
-        "ddp_7b": memory.numbers("peak")["ddp bf16"], "held_7b": held,
-        "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16], "ddp_70b": ms_70b["ddp bf16"],
-        "stage3_70b": ms_70b["stage 3 bf16/bf16"], "stage4_70b": ms_70b[catalogue.STAGE_4_BF16],
+        "ddp_7b": memory.numbers("peak")["ddp bf16"], "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16],
+        "ddp_70b": ms_70b["ddp bf16"], "stage4_70b": ms_70b[catalogue.STAGE_4_BF16],
         "fitting": sum(d is not None for d in memory.numbers("fits_from").values()), "runs": check["runs"],
         "near": check["runs within 10 %"],
         "off_theirs": math.ceil(max(percents("predicted", False, "overlapped", "distributed"))),
@@ -237,8 +233,7 @@ def figures():
         ddp = catalogue.tuned_row(result, catalogue.REFERENCE)
         over_tuned[f"over_tuned_{result.conditions.rate}".replace(".", "_")] = (
             f"{result.find(catalogue.OVERLAP).over(ddp):.2f}")
-    return {"buckets_7b": check["buckets of stage 4"], **over_tuned,
-            **{name: f"{number:,.0f}" for name, number in numbers.items()}}
+    return {**over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
 # --------------------------------------------------------------------------------------- What you measured, beside ours
