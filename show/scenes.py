@@ -41,12 +41,14 @@ class Panel:
             picture.text(LEFT + rank * (RANK + GAP), top + 15, f"rank {rank}")
         n_columns = 0
         for words, names in rows.items():
-            picture.text(LEFT, self.bottom + 11, words)
-            self.tops |= dict.fromkeys(names, self.bottom + 15 * bool(words))
+            if words:
+                picture.text(LEFT, self.bottom + 11, words)
+                self.bottom += 15
+            self.tops |= dict.fromkeys(names, self.bottom)
             columns, lines = zip(*(place for storage in recording["storages"] if storage["row"] in names
                                    for place in storage["places"]))
             n_columns = max(n_columns, 1 + max(columns))
-            self.bottom += 15 * bool(words) + LINE * (1 + max(lines)) + 2
+            self.bottom += LINE * (1 + max(lines)) + 2
         self.width = RANK // n_columns
 
     def cells(self, number, values, first=0):
