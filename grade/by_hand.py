@@ -37,7 +37,6 @@ MISPLACED = "who packs and who cuts disagree on order or length, or a rank calls
 @dataclass(frozen=True)
 class ByHand(Run):
     """Starts at 0, 1, 2, …; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some is that of others."""
-
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
     scales: tuple = (1, 1, 1, 1)

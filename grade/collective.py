@@ -1,5 +1,4 @@
-"""Grades exercise 0, a ring of sends and receives: by hand values, and by the bytes that the ledger counts.
-"""
+"""Grades exercise 0, a ring of sends and receives: by hand values, and by the bytes that the ledger counts."""
 
 import sys
 

@@ -51,7 +51,6 @@ def emptied(path, asked):
 
 class Drill(NamedTuple):
     """A drill of drills.md: its texts, and its edit of a file in the package of a stage."""
-
     title: str
     report: str
     check: str  # name of the check that sees it
@@ -82,8 +81,7 @@ def parsed(section):
 
 
 def files_of_drill(number):
-    """Return path in the package -> text, of the stage with the fault in it. Raises ValueError where there is no such
-    drill, or where its stage has changed, so that the edit finds no place."""
+    """Return {path in the package: text} of a stage with the fault. Raises ValueError if its edit has no place."""
     if number not in drills():
         raise ValueError(f"STAGE=drill{number}: there are drills 1 to {len(drills())}")
     drill = drills()[number]

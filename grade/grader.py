@@ -178,8 +178,7 @@ def first_difference(reports):
 
 @contextlib.contextmanager
 def processes_ended():
-    """Yield a set. Afterwards end the processes that were started in here and outlive it, and put their ids into the
-    set. Where there is no /proc, none is found."""
+    """End processes that are started in this context and outlive it. Yields a set for their ids: none without /proc."""
     os.environ[MARK], left = secrets.token_hex(8), set()
     try:
         yield left

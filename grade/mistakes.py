@@ -68,8 +68,7 @@ class OneProcess:
 
 
 def in_one_process(run, ranks, factor=lambda *_: 1.0, **methods):
-    """Return Seen of one process with the batches of all `ranks`, and with a mistake: these methods of OneProcess, or a
-    factor of gradients, a function of (d, number of micro-batches, step, micro-batch)."""
+    """Return Seen of one process with the batches of all `ranks`. The mistake: `methods` of OneProcess, `factor`."""
     optimizer_cls = type("Mistaken", (OneProcess, run.settings()[0]), {"d": len(ranks), **methods})
     candidate = SimpleNamespace(rank=0, cls=optimizer_cls, entries=[], beside_ddp=False)
     seen = play(candidate, replace(run, prefetch=False, no_sync=False), ranks,
@@ -105,7 +104,7 @@ def own_value(self, param, set_to_none):
     return param.detach().clone()
 
 
-MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> methods of OneProcess, a factor or settings
+MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> methods of OneProcess, factor, or settings
     "schedule": {
         "the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner optimizer's":
             {"hyperparameters": lambda self, current: self.start},
@@ -182,8 +181,7 @@ def mistaken_runs(run, d):
 
 
 def likely_cause(ranks, due, step, run):
-    """Return the cause, where one process that makes a known mistake gets what the first rank got; "" otherwise. After
-    `step` its snapshot is the first that is not `due`."""
+    """Return the known mistake by which one process gets rank 0's snapshots, or "". `step`: the first that is wrong."""
     d, came = len(ranks), ranks[0].snapshots
     for cause, seen in mistaken_runs(run, d):
         if all(map(close, came, seen.snapshots)):

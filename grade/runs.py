@@ -29,7 +29,6 @@ OPTIMIZERS = {
 @dataclass(frozen=True)
 class Run:
     """Describes a training run, the same for the ranks and for one process: of odd sizes, 190 elements by default."""
-
     optimizer: str = "SGD"
     steps: int = 3
     groups: bool = False  # three: the last bias, the matrices, the other biases, with an lr and a decay of their own
@@ -109,7 +108,6 @@ class Run:
 @dataclass
 class Seen:
     """Holds what a Run shows on a rank."""
-
     snapshots: list = field(default_factory=list)  # (numel,) after the constructor, and after each step
     norms: list = field(default_factory=list)  # what clip_grad_norm_ has returned
     inner: SimpleNamespace = None  # at the inner optimizer's first step: model, own, grads
@@ -250,10 +248,7 @@ class Training:
 
 
 def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
-    """Train as `run` says, with the average loss of the batches of `ranks`, this one by default -> Seen of this rank.
-
-    factor: (step, micro-batch) -> what its gradients are scaled by.
-    """
+    """Train on the mean loss of `ranks`, by default that of this rank. `factor` scales gradients. Returns Seen."""
     training = Training(candidate, run, ranks or [candidate.rank], factor)
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(Memory("cpu")) if run.counts_memory else None

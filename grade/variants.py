@@ -1,5 +1,4 @@
-"""Grades a variant that a reader has written: it trains, sends and holds what ours of the same name does.
-"""
+"""Grades a variant that a reader has written: it trains, sends and holds what ours of the same name does."""
 
 import importlib
 import math
@@ -33,7 +32,6 @@ OPTIMIZERS = {**OPTIMIZERS, "Muon": (torch.optim.Muon, {"lr": 0.02}), "BlockSGD"
 @dataclass(frozen=True)
 class Case(Run):
     """How a variant is tried, and the hint for a wrong one. Gradients are drawn for each step and rank."""
-
     name: str = ""
     hint: str = ""
     optimizer: str = "AdamW"

@@ -37,13 +37,13 @@ def hook_gradient(param, method, takes_gradient=False):
 
     The hook holds the optimizer or buffer weakly. A frozen parameter gets it too, since it may be unfrozen later.
 
-    takes_gradient: `method` takes the gradient out of `param.grad`. Hooks of earlier optimizers that do so, of any
-        stage, are removed in any case, or `method` would find no gradient.
+    takes_gradient: whether `method` takes the gradient out of `param.grad`. Hooks of earlier optimizers that do so are
+        removed, whatever `method` does, because it would find no gradient.
     """
     # Not weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
 
-    @skip  # as `untraced`, with one call less per parameter. A compiled function may call backward()
+    @skip  # a compiled function may call backward(). `untraced` would take one more call per parameter
     def hook(param):
         owner = weak_owner()
         if owner is not None:

@@ -32,16 +32,17 @@ def total_norm(optimizer, norm_type):
     """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
-    norms, by_parameter = [], optimizer.state
-    for groups, mains in by_parameter.main_params_by_mesh_groups.items():
+    norms = []
+    state = optimizer.state
+    for groups, main_params in state.main_params_by_mesh_groups.items():
         # torch's norm of an empty list would be on the CPU.
-        grads = [main.grad for main in mains if main.grad is not None] or [torch.zeros(1, device=by_parameter.device)]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(by_parameter.norm_dtype)
+        grads = [main.grad for main in main_params if main.grad is not None] or [torch.zeros(1, device=state.device)]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(state.norm_dtype)
         for group in (optimizer.process_group, *groups):
             norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
-    for group in dict.fromkeys(group for groups in by_parameter.main_params_by_mesh_groups for group in groups):
+    for group in dict.fromkeys(group for groups in state.main_params_by_mesh_groups for group in groups):
         norm = gather_scalar(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
     return norm
 
@@ -93,7 +94,8 @@ def refuse_unseen(clip_name, params):
     """Raise RuntimeError if that function of torch.nn.utils wouldn't find averaged gradients in `param.grad`.
 
     A rank may clip its own gradients by value on purpose, so that is a warning, which Python shows once. The owner of
-    our hook says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing".
+    our hook says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing". There may be two
+    owners, an older and a newer optimizer.
     """
     for param in params:
         owners = [getattr(hook, "owner", lambda: None)()
@@ -101,7 +103,6 @@ def refuse_unseen(clip_name, params):
         if any(hasattr(owner, "_is_moved") and owner._is_moved(param) for owner in owners):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
-        # `holds` is a set, because an older and a newer optimizer may have a hook.
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
         finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds
         if finds_own and clip_name == "clip_grad_value_":

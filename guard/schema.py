@@ -23,7 +23,6 @@ COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 class Spec(NamedTuple):
     """Describes a tensor without its data."""
-
     shape: tuple
     dtype: torch.dtype
 
@@ -33,7 +32,6 @@ class Spec(NamedTuple):
 
 class Schema(NamedTuple):
     """Describes the state that an optimizer keeps for a parameter."""
-
     entries: dict  # name -> what a step makes of it, tensors as Spec
     from_start: bool  # whether there is a state before the first step, as Adagrad has
     shape: tuple  # of the parameter that was stepped

@@ -1,6 +1,6 @@
-"""Lets users read and reset this rank's part of the state by parameter, as ReLoRA and pruning do, and saves that part.
+"""Lets users read and reset the state by parameter, as ReLoRA and pruning do, and makes the state_dict of one rank.
 
-A rank has state for what it updates: nothing of some parameters, and in stages 3 and 4 flat pieces of others. Shown by
+A rank has state only for what it updates: whole parameters, or in stages 3 and 4 flat pieces of them. Shown by
 tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stages/test_contract.py,
 `test_resumes_from_its_state_dict`, and tests/checkpoint/test_checkpoint.py.
 """
@@ -28,8 +28,7 @@ class ByParameter(MutableMapping):
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
         foreign_params: parameters of the model of which this rank updates nothing.
         main_params_by_mesh_groups: what `mesh_groups_of` returns for a parameter -> main parameters of such parameters.
-            Every rank has the same keys in the same order, because a norm communicates for each. Made once, because
-            making it takes as long as a norm.
+            Every rank has the same keys in the same order, because a norm communicates for each.
         norm_dtype, device: of the norm of all gradients.
         accessed_params: parameters whose state was accessed since the last step.
     """

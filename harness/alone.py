@@ -144,28 +144,29 @@ class Dry(Memory):
 
 
 class FakeWork(dist.Work):
-    """Is the work of the next launch, which sends nothing. A wait for it becomes an event."""
+    """Stands for the next collective that `dry` launches. Nothing is sent; a wait for it becomes an event."""
 
     def __init__(self, dry, tensors):
         super().__init__()
         self.dry = dry
-        self.launch = dry.number, dry.n_launched
+        self.step = dry.number
+        self.index = dry.n_launched
         self.tensors = tensors
         self.has_arrived = False
 
     def wait(self, timeout=None):
         if not self.has_arrived:
-            self.dry.wait(*self.launch)
+            self.dry.wait(self.step, self.index)
         self.tensors = None
         return True
 
     def is_completed(self):
-        """Return true once two later collectives were launched; a wait() after that is no event."""
-        self.has_arrived = self.launch < (self.dry.number, self.dry.n_launched - 2)
+        """Return whether two later collectives were launched: then this one counts as arrived, and no wait is noted."""
+        self.has_arrived = (self.step, self.index) < (self.dry.number, self.dry.n_launched - 2)
         return self.has_arrived
 
     def get_future(self):
-        self.dry.futures.append(self.launch[1])
+        self.dry.futures.append(self.index)
         future = torch.futures.Future()
         future.set_result(self.tensors)
         self.tensors = None
@@ -195,8 +196,8 @@ def bytes_touched(function, arguments, result):
 def fake(d, cap_mb=None, transport=None):
     """Let this process play rank 0 of d, with tensors that have no memory, and stages' cores without their guards.
 
-    `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and compares no
-    values, because these tensors have none.
+    `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and doesn't
+    compare parameters across ranks, because these tensors have no values.
     """
     assign_to_buckets = dist._compute_bucket_assignment_by_size
     optimizer_class = catalogue.optimizer_class
@@ -204,22 +205,23 @@ def fake(d, cap_mb=None, transport=None):
     default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, catalogue.DEFAULT_MB * 2**20]
     limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
 
-    def in_order_of_gradients(tensors, _, sparse):
+    def assign_in_order_of_gradients(tensors, _, sparse):
+        """Fill buckets from the last parameter on, whose gradient comes first, and return the first bucket last."""
         buckets, sizes = assign_to_buckets(tensors[::-1], limits, sparse[::-1])
         buckets = [[len(tensors) - 1 - i for i in bucket] for bucket in buckets]  # indices in the order of `tensors`
         return buckets[::-1], sizes[::-1]
 
-    def core(package, *name):
+    def core_class(package, *name):
         if package.startswith("stage"):
             return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
         if package.startswith("variants"):
             return importlib.import_module(package).ShardedOptimizer
         return optimizer_class(package, *name)
     transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
-    with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core),
+    with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core_class),
           mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
           mock.patch.object(stage_4, "transport_for", staticmethod(transport_for)),
-          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=in_order_of_gradients,
+          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=assign_in_order_of_gradients,
                               _verify_params_across_processes=lambda *args: None)):
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, backend)
@@ -227,10 +229,7 @@ def fake(d, cap_mb=None, transport=None):
 
 
 def cost_of(spec, dtype, batch_size, sequence_length):
-    """Count activations of a forward and backward pass of the model itself, and FLOPs by formula. Returns Cost.
-
-    Causal attention counts like full attention, as in most published figures.
-    """
+    """Count activations of a forward and backward pass of the model itself, and FLOPs by formula. Returns Cost."""
     with FakeTensorMode(), Dry() as dry:  # on the meta device attention would use another kernel
         model = models.build_model(spec, dtype)
         for param in model.parameters():
@@ -240,6 +239,7 @@ def cost_of(spec, dtype, batch_size, sequence_length):
         dry.reset_peak()
         model(tokens, targets).backward()
         numel = sum(param.numel() for param in model.parameters())
+    # Causal attention counts like full attention, as in most published figures.
     attention = 4 * spec.n_layers * sequence_length * spec.width / spec.tensor_parallel
     return Cost(dry.peak - before, batch_size * sequence_length * (2 * numel + attention))
 
@@ -278,7 +278,7 @@ def stand_in(model, cost, dry):
 
 
 def record(row_id, spec, d, cost=Cost(), transport=None):
-    """Run two steps of a row dry on rank 0 of d. Returns Recorded, of the second. `transport`: see `fake`."""
+    """Run two steps of a row dry on rank 0 of d. Returns the second step, Recorded. `transport`: see `fake`."""
     configuration = catalogue.find(*row_id)
     with fake(d, row_id.bucket_mb, transport), Dry() as dry:
         model = models.build_model(spec, configuration.dtype)
@@ -286,7 +286,8 @@ def record(row_id, spec, d, cost=Cost(), transport=None):
         training = configuration.build(model, dict(fused=True))
         for number in (0, 1):
             dry.begin_step(number)
-            loss = (training.forward if number else model)()  # DDP would change its buckets after its first step
+            forward = training.forward if number == 1 else model  # DDP would change its buckets after its first step
+            loss = forward()
             dry.phase = "backward"
             loss.backward()
             del loss

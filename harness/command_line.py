@@ -102,10 +102,7 @@ def write(option, path, text, fail):
 
 
 def write_and_show(path, text, fail, show):
-    """Write a result to --json, if there is a path, and then call `show`, also where the disk is full.
-
-    Writing comes first, because the reader may have gone (| head), or take ASCII only.
-    """
+    """Write a result to --json, if there is a path, and then `show` it: its reader may be gone, or take ASCII only."""
     try:
         if path:
             write("--json", path, text, fail)

@@ -138,8 +138,8 @@ def reference_params(settings, rank, build, dtype):
 def examine(rank, settings, base, bucket_mb=None):
     """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns (Row, movement).
 
-    The Row is as this rank sees it, except that `max_abs_diff` is of all ranks: the largest difference of any parameter
-    from the reference's. So is movement, the largest difference of any parameter from where it started.
+    The Row's bytes are those of this rank, and its `max_abs_diff` is the largest difference between a parameter of any
+    rank and the reference's. `movement` is the largest difference between a parameter and its value before training.
     """
     # CUDA has faster sums in an order that varies, but two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)

@@ -1,9 +1,8 @@
 """Replaces gloo's reduce-scatter by one that sends what the formula says, and its all-gather by a faster one.
 
 gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather takes 1.5 times as
-long as the link: messages of more than 1 MiB are slow. All rows are measured with these, put in place from outside, but
-those called "gloo's own". They are the exchange of stage 4's transport, in pieces: for the sum a rank holds two pieces
-of every other rank.
+long as the link: messages of more than 1 MiB are slow. All rows but those called "gloo's own" are measured with the
+functions below, which exchange pieces as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
 """
 
 import contextlib
@@ -14,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MiB a message and peer
-# Both names of torch; releases before 2.13 have the first alone, and FSDP2 calls the second where there is one.
-NAMES = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
+# torch before 2.13 has only the first of both names; FSDP2 calls the second, where there is one.
+SCATTERS = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
 GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
 
 
 @contextlib.contextmanager
 def in_place_of_gloos():
     """Replace, while entered, torch's reduce-scatter and all-gather of a tensor for groups of gloo."""
-    replaced = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in NAMES}
+    replaced = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in SCATTERS}
     replaced |= {name: functools.partial(all_gather, getattr(dist, name)) for name in GATHERS}
     with mock.patch.multiple(dist, **replaced):
         yield
@@ -30,8 +29,7 @@ def in_place_of_gloos():
 
 @torch.no_grad()
 def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    """Do what torch.distributed.reduce_scatter_tensor, `native`, does, and sum in rank order. `output` may be this
-    rank's part of `input`, as in stage 3. Raises NotImplementedError for async_op and other ops, which no row needs."""
+    """Stand in for torch's function, `native`, and sum in rank order. `output` may be this rank's part of `input`."""
     if dist.get_backend(group) != "gloo":
         return native(output, input, op=op, group=group, async_op=async_op)
     if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -47,9 +45,9 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
         for work in works:
             work.wait()
         arrived = received[number % 2, :, : piece.numel()]
-        *first, last = [*arrived[:rank], pieces[rank][number], *arrived[rank + 1 :]]
-        if first:
-            torch.add(functools.reduce(torch.add, first), last, out=piece)
+        *summands, last = [*arrived[:rank], pieces[rank][number], *arrived[rank + 1 :]]  # in rank order
+        if summands:
+            torch.add(functools.reduce(torch.add, summands), last, out=piece)
         else:
             piece.copy_(last)
     if op == dist.ReduceOp.AVG:
@@ -58,8 +56,7 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
 
 @torch.no_grad()
 def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
-    """Do what torch.distributed.all_gather_into_tensor, `native`, does. `input_tensor` may be this rank's part of the
-    output, as in stage 3. Raises NotImplementedError for async_op."""
+    """Stand in for torch's function, `native`. `input_tensor` may be this rank's part of `output_tensor`."""
     if dist.get_backend(group) != "gloo":
         return native(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
@@ -76,7 +73,7 @@ def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
 
 
 def neighbours(rank, d):
-    """Return [(to, source)] for each distance: nearest first, so that no rank is the target of all."""
+    """Return [(to, source), …], the nearest first, so that ranks don't all send to the same one."""
     return [((rank + distance) % d, (rank - distance) % d) for distance in range(1, d)]
 
 
@@ -90,7 +87,6 @@ def start(messages, group):
 
 
 def exchange(pieces, received, number, rank, group):
-    """Send piece `number`, if there is one, of every other rank's part, and receive that of this rank's part from every
-    other rank. Returns the works."""
+    """Send piece `number` of each other rank's part, if there is one, and receive this rank's. Returns the works."""
     return start([(pieces[to][number], to, received[number % 2, source, : pieces[to][number].numel()], source)
                   for to, source in neighbours(rank, len(pieces)) if number < len(pieces[to])], group)

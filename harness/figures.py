@@ -15,25 +15,25 @@ from harness import command_line, results
 from harness.examine import commit
 
 TWO_HOSTS = "-m harness.two_hosts --rounds 2 --steps 2"
-CURVE = "600mbit", "2.5gbit"  # rates of the curve alone: those of the tables have steps of their own
+CURVE = "600mbit", "2.5gbit"  # links that only the curve has; those of the tables have steps of their own
 
 
 class Step(NamedTuple):
-    """A program to run. `minutes`: on two cores. `rates`: which of the links in its file are this step's."""
+    """A program to run, which writes `file`. `rates`: its links; the file may have those of other steps, too."""
     name: str
-    minutes: float
+    minutes: float  # on two cores
     file: str
     command: str
-    rates: tuple = ()
+    rates: tuple = (None,)  # None: nothing is sent over a link
 
     def is_done(self, head):
-        """Return whether its file holds this step's figures, of commit `head`."""
+        """Return whether the file holds this step's figures, of commit `head`."""
         try:
             parts = results.provenance(results.load(self.file))
         except SystemExit:  # of `load`: there is no file, or one of other fields
             return False
-        commits = {(rate, part.commit) for rate, part in parts if not self.rates or rate in self.rates}
-        return commits == {(rate, head) for rate in self.rates or (None,)}
+        commits = {(rate, made.commit) for rate, made in parts if rate in self.rates}
+        return commits == {(rate, head) for rate in self.rates}
 
 
 STEPS = [
@@ -81,7 +81,7 @@ def main():
     for step in due:
         path = results.ROOT / "results" / step.file
         if not any(other.is_done(head) for other in STEPS if other.file == step.file):
-            path.unlink(missing_ok=True)  # or links that are not measured any more would stay in it
+            path.unlink(missing_ok=True)  # or it would keep links that are not measured any more
         print(f"\n--- {step.name}", flush=True)
         run([*shlex.split(step.command), "--faults-json" if step.file == "faults.json" else "--json", str(path)])
         if path.exists():  # as `load` reads it: a float that was saved as 1 becomes 1.0

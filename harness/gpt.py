@@ -35,9 +35,7 @@ MODELS = {
 
 
 class Attention(nn.Module):
-    """Is causal self-attention. The rows of `to_qkv` come head by head, q, k and v of each: tensor-parallel ranks take
-    whole heads, as many as they have rows for.
-    """
+    """Is causal self-attention. Rows of `to_qkv` are q, k and v of each head in turn: ranks can have whole heads."""
 
     def __init__(self, config):
         super().__init__()

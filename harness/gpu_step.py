@@ -1,5 +1,4 @@
-"""Measures what only a GPU can show of stages 3 and 4: what a step costs beside plain AdamW, how well it uses memory,
-and what overlap is worth.
+"""Measures on a GPU what updates of stages 3 and 4 cost beside plain AdamW, in time and memory, and what overlap saves.
 
     python -m harness.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
@@ -79,14 +78,13 @@ def time_steps(model, optimizer, device, n_steps):
 
 @dataclass
 class UpdateRow:
-    """What the update of one model costs. `stage`: a package, or FUSED. `allocations`, `peak_bytes`, `reserved_bytes`:
-    of torch's allocator, None on a CPU. Where memory isn't enough, `error` says so and there are no figures."""
-    stage: str
+    """What the update of one model costs. Where memory isn't enough, `error` says so and there are no figures."""
+    stage: str  # a package, or FUSED
     model: str
     d: int
     step_ms: float | None = None
     bytes_per_s: float | None = None
-    allocations: int | None = None
+    allocations: int | None = None  # of torch's allocator, as the next two: None on a CPU
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     error: str | None = None
@@ -170,15 +168,12 @@ class Arrival:
 
 
 class Link:
-    """Plays the collectives of rank 0 of D, one after the other, at `bytes_per_s`.
-
-    `carried`: [(kind, bytes of the full tensor), …] of all that it was given.
-    """
+    """Plays the collectives of rank 0 of D, one after the other, at `bytes_per_s`."""
 
     def __init__(self, bytes_per_s, device):
         self.bytes_per_s = bytes_per_s
         self.stream = torch.cuda.Stream(device)
-        self.carried = []
+        self.carried = []  # (kind, bytes of the full tensor) of each collective
         self.cycles_per_s = cycles_per_s()
 
     def carry(self, kind, n_bytes):
@@ -209,7 +204,7 @@ class Link:
 
     def played(self):
         """Return a context in which torch's collectives are played."""
-        return mock.patch.multiple(dist, **{name: self.plays("reduce_scatter") for name in exchange.NAMES},
+        return mock.patch.multiple(dist, **{name: self.plays("reduce_scatter") for name in exchange.SCATTERS},
                                    **{name: self.plays("all_gather") for name in exchange.GATHERS})
 
 
@@ -277,24 +272,29 @@ def profiled(training, link, batch):
 
 
 def one_step(kernels, carried):
-    """Return the last step but one of PROFILED_STEPS steps. `kernels`: [(name, start, end), …] in ns."""
-    kernels = sorted(kernels, key=lambda kernel: kernel[1])
-    marks = [start for name, start, end in kernels if "spin" in name and end - start < MARK_NS]
-    first, backward, update, last = marks[-6:-2]
+    """Return the last step but one. `kernels`: [(name, start, end), …] of PROFILED_STEPS steps, in nanoseconds.
 
-    def since(start, end):
+    Kernels called "spin" are marks, or messages of a link that is played: those that `carried` lists, in order.
+    """
+    spins = sorted((start, end) for name, start, end in kernels if "spin" in name)
+    marks = [start for start, end in spins if end - start < MARK_NS]  # three in each step
+    *_, first, backward, update, last, _, _ = marks
+
+    def seconds(start, end):
+        """Return when a kernel starts and ends, in seconds of the step."""
         return max(start - first, 0) / 1e9, (min(end, last) - first) / 1e9
-    sent = [kernel for kernel in kernels if "spin" in kernel[0] and kernel[2] - kernel[1] >= MARK_NS]
-    messages = [Message(kind, n_bytes, *since(start, end))
-                for (kind, n_bytes), (_, start, end) in zip(carried, sent, strict=True) if end > first and start < last]
-    busy = union(since(start, end) for name, start, end in kernels
+
+    sent = [(start, end) for start, end in spins if end - start >= MARK_NS]
+    messages = [Message(kind, n_bytes, *seconds(start, end))
+                for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True) if end > first and start < last]
+    busy = union(seconds(start, end) for name, start, end in kernels
                  if "spin" not in name and end > first and start < last)
     in_flight = union((message.start, message.end) for message in messages)
     return RecordedStep(
         exposed_seconds=length(in_flight) - length(overlap(in_flight, busy)), seconds=(last - first) / 1e9,
-        phases=[("forward", *since(first, backward)), ("backward", *since(backward, update)),
-                ("step", *since(update, last))], communication=messages,
-        # Kernels with less between them than a picture shows are one span.
+        phases=[("forward", *seconds(first, backward)), ("backward", *seconds(backward, update)),
+                ("step", *seconds(update, last))], communication=messages,
+        # Kernels become one span where the gap between them is too short to be drawn.
         busy=[(start, end - GAP_S) for start, end in union((start, end + GAP_S) for start, end in busy)])
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """Is a Work for which `executor` waits: gloo's own Work has no callback, and may be waited for only once."""
+    """Stands in for a Work of gloo, which has no callback and may be waited for only once: `executor` waits for it."""
 
     def __init__(self, work, on_completion, executor):
         super().__init__()
@@ -38,21 +38,18 @@ class WatchedWork(dist.Work):
 
 @dataclass
 class Collective:
-    """One call on one rank. `size`: bytes of the full tensor; `wire_bytes`: what a rank sends, on average.
-
-    `launched_at`, `completed_at`: seconds of time.perf_counter; None while the collective is in flight.
-    """
+    """A call on one rank. Times are seconds of time.perf_counter."""
     kind: str
-    size: int
+    size: int  # bytes of the full tensor
     dtype: torch.dtype
     group_size: int
     backend: str
-    wire_bytes: float
+    wire_bytes: float  # what a rank sends, on average
     launched_at: float
-    completed_at: float | None = None
+    completed_at: float | None = None  # None: in flight
 
 
-# Operators of torch.distributed -> kind, the argument that is read, the argument that is written. show/ reads it.
+# Operators of torch.distributed -> kind, the argument that is read, the argument that is written. show/ imports it.
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
@@ -82,7 +79,7 @@ MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_
 
 
 def kind_and_tensors(operator, arguments):
-    """Return kind, and a list of tensors that are read and one of those written; of functional ones only the first."""
+    """Return kind, and [tensors that are read, tensors that are written]; of a functional operator only the first."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *argument_names = OPERATORS[name]
@@ -100,10 +97,12 @@ def wire_bytes(kind, size, group_size, backend):
         return 0
     if kind == "send":
         return size
-    is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")  # gloo's is one underneath
-    passes = 2 if is_all_reduce else 1  # an all-reduce sends as much as a reduce-scatter and an all-gather
-    share = 1 / group_size if kind in ("scatter", "gather") else 1  # one rank sends all, or each of the others its part
-    return passes * share * size * (group_size - 1) / group_size
+    n_bytes = size * (group_size - 1) / group_size
+    if kind in ("scatter", "gather"):  # one rank sends it, or the other ranks together
+        return n_bytes / group_size
+    if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo"):  # gloo's is an all-reduce underneath
+        return 2 * n_bytes  # as a reduce-scatter and an all-gather
+    return n_bytes
 
 
 class Ledger(TorchDispatchMode):
@@ -154,23 +153,26 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace not in ("c10d", "_c10d_functional"):
             return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         names = [argument.name for argument in function._schema.arguments]
-        entry = self.entry_of(function._schema.name, {**dict(zip(names, args)), **(kwargs or {})})
-        result = function(*args, **(kwargs or {}))
+        entry = self.entry_of(function._schema.name, {**dict(zip(names, args)), **kwargs})
+        result = function(*args, **kwargs)
         if entry is None:
             return result
         self.entries.append(entry)
         return self._watch(entry, result)
 
     def entry_of(self, operator, arguments):
+        """Return a Collective, or None if the operator moves nothing."""
         if operator in MOVES_NOTHING:
             return None
         kind, tensor_lists = kind_and_tensors(operator, arguments)
         group = _group(arguments)
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tensor_lists]
-        sizes = [size for size in sizes if size] or [0]  # one rank has a gather's output, or a scatter's input
-        is_in_parts = kind in ("all_gather", "gather", "scatter")  # a rank's part is the smaller of input and output
-        size = min(sizes) * group.size() if is_in_parts else max(sizes)
+        sizes = [size for size in sizes if size] or [0]  # a gather's output, a scatter's input is of one rank only
+        size = max(sizes)
+        if kind in ("all_gather", "gather", "scatter"):  # the smaller of input and output is one rank's part
+            size = min(sizes) * group.size()
         dtype = next((tensor.dtype for tensors in tensor_lists for tensor in tensors), None)
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
@@ -178,10 +180,10 @@ class Ledger(TorchDispatchMode):
 
     def _watch(self, entry, result):
         """Note when `entry` is complete. Returns what the caller gets in place of `result`."""
-        boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        if entry.backend == "fake" or not isinstance(boxed, torch.ScriptObject):  # a functional one returns a tensor
+        boxed_work = result[-1] if isinstance(result, (tuple, list)) else result
+        if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):  # a functional one has a tensor
             return result
-        work = dist.Work.unbox(boxed)
+        work = dist.Work.unbox(boxed_work)
         if work is None:  # NCCL's collective is in the queue of the current stream, as any other kernel
             entry.completed_at = time.perf_counter()
             return result
@@ -193,12 +195,12 @@ class Ledger(TorchDispatchMode):
             is_complete.set()
         try:
             future = work.get_future()
-        except RuntimeError:
+        except RuntimeError:  # gloo's send or recv
             if entry.kind not in self.executors:
                 self.executors[entry.kind] = ThreadPoolExecutor(1)
             self.works.append(WatchedWork(work, note_completion, self.executors[entry.kind]))
-            boxed = self.works[-1].boxed()
-            return [*result[:-1], boxed] if isinstance(result, (tuple, list)) else boxed
+            boxed_work = self.works[-1].boxed()
+            return [*result[:-1], boxed_work] if isinstance(result, (tuple, list)) else boxed_work
         future.add_done_callback(note_completion)
         return result
 
@@ -206,5 +208,5 @@ class Ledger(TorchDispatchMode):
 def _group(arguments):
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
-    group = arguments["group_name"]  # a name; in newer releases it may be the group itself
+    group = arguments["group_name"]  # in newer releases it may be the group itself
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group

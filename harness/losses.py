@@ -3,8 +3,7 @@
     python -m harness.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
 
 It trains a small GPT on the source of Python's standard library. The loss is that after the last step, on text that no
-step has seen.
-`--json results/losses.json` puts the result there, and `make report` its table into variants/README.md.
+step has seen. `--json results/losses.json` puts the result there, and `make report` its table into variants/README.md.
 """
 
 import statistics

@@ -60,9 +60,9 @@ class Memory(TorchDispatchMode):
 
     @property
     def reserved(self):
-        """Return the most bytes that torch's caching allocator had since the start, without those of earlier tensors.
+        """Return the peak of bytes that torch's caching allocator reserved, less the tensors from before the start.
 
-        They include workspaces of kernels, and what is rounded up, to 1 MiB where a tensor is large.
+        It includes workspaces of kernels, and rounding: sizes of large tensors are rounded up to 1 MiB.
         """
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 

@@ -34,10 +34,7 @@ def code(*texts):
 
 
 def pick(sheet, *keys, timed=None):
-    """Return a sheet with the columns of these keys, or all, and with its footnotes alone: the page says the rest.
-
-    `timed`: Conditions, of which the number of rounds and steps becomes a footnote.
-    """
+    """Return a sheet with these columns, or all, and its footnotes. `timed`: Conditions, whose rounds it shows."""
     all_keys = [column.key for column in sheet.columns]
     places = [all_keys.index(key) for key in keys or all_keys]
     footnotes = [*sheet.footnotes]

@@ -41,8 +41,7 @@ def drawn(figure):
 
 
 def trace(rows):
-    """Return recorded steps in Chrome's trace format, for https://ui.perfetto.dev: each row is a process, each lane a
-    thread; times are microseconds."""
+    """Return steps in Chrome's trace format, for https://ui.perfetto.dev: a row is a process, a lane a thread."""
     events = []
     for process, (name, step) in enumerate(rows):
         spans = [(phase, "phases", start, end) for phase, start, end in step.phases]
@@ -61,38 +60,42 @@ def trace(rows):
 
 
 PARAMETERS = ("all_gather", "broadcast")
-EXCHANGED = ("send", "recv")  # carry gradients or parameters, where collectives are exchanged in pieces: exchange.py
+EXCHANGED = ("send", "recv")  # gradients or parameters, in the exchange that replaces collectives: exchange.py
 
 
 def lanes(step):
     """Return [("computes", spans), ("gradients", spans), ("parameters", spans)] of a recorded step.
 
-    A message has one span when it arrives: from its launch, or from when the message before it in its lane had arrived.
+    A span is (start, end, the phase or the lane). That of a message starts when it was launched, or when the message
+    before it in the lane had arrived, if that is later.
     """
     computes = [(start, end, name) for name, *phase in step.phases for start, end in overlap([phase], step.busy)]
-    arriving = {"gradients": [], "parameters": []}
+    messages = {"gradients": [], "parameters": []}
     last_end = collections.Counter()
     for message in sorted(step.communication, key=lambda message: message.end):
         lane = carries(step, message)
         start = max(message.start, last_end[lane])
         last_end[lane] = max(message.end, start)
         if start < step.seconds:
-            arriving[lane].append((start, last_end[lane], lane))
-    return [("computes", computes), *arriving.items()]
+            messages[lane].append((start, last_end[lane], lane))
+    return [("computes", computes), *messages.items()]
 
 
 def carries(step, message):
-    """Return "parameters" or "gradients". A message exchanged in the forward pass carries parameters; so does one that
-    follows the optimizer's step, which is the longest time that is computed between messages in that phase."""
+    """Return "parameters" or "gradients".
+
+    A send or recv carries parameters in the forward pass, and after the inner optimizer's update. That is taken to be
+    the longest span of computing in the phase "step", before the last launch.
+    """
     if message.kind not in EXCHANGED:
         return "parameters" if message.kind in PARAMETERS else "gradients"
     phases = {name: (start, end) for name, start, end in step.phases}
     last_launch = max(sent.start for sent in step.communication)
-    computed = [span for span in overlap([phases["step"]], step.busy) if span[0] < last_launch]
-    stepped_at, _ = max(computed, key=lambda span: span[1] - span[0], default=phases["step"])
+    computed = [(start, end) for start, end in overlap([phases["step"]], step.busy) if start < last_launch]
+    update_start, _ = max(computed, key=lambda span: span[1] - span[0], default=phases["step"])
     forward_start, forward_end = phases["forward"]
     is_forward = forward_start <= message.start < forward_end
-    return "parameters" if is_forward or message.start >= stepped_at else "gradients"
+    return "parameters" if is_forward or message.start >= update_start else "gradients"
 
 
 def scales(rows):

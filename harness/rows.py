@@ -394,10 +394,7 @@ def is_whole(sweep):
 
 
 def tuned_row_ids(rows):
-    """Return RowIds of TUNED with the bucket size with which DDP was fastest in a sweep; [] where that is its default.
-
-    Stage 4 keeps its default.
-    """
+    """Return RowIds of TUNED with the bucket size that was DDP's fastest in a sweep; [] where that is its default."""
     fastest = min((row for row in rows if row.base == REFERENCE), key=lambda row: row.median_ms, default=None)
     if fastest is None or fastest.bucket_mb is None or not fastest.rounds_ms:
         return []
@@ -415,10 +412,7 @@ def with_tuned(row_ids, tuned_ids):
 
 
 def tuned_row(result, base):
-    """Return the row `base` of two hosts with the bucket size that the sweep found best; None: not measured.
-
-    Where the default was the best of those tried, that is the row itself.
-    """
+    """Return the row `base` of two hosts with the sweep's best bucket size, maybe the default; None: not measured."""
     with_size = [row for row in result.rows if row.base == base and row.bucket_mb is not None and row.rounds_ms]
     if with_size:
         return min(with_size, key=lambda row: row.median_ms)

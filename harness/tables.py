@@ -17,18 +17,18 @@ from harness.results import Column, Marked, Sheet, median
 NONE = "–"
 TEXT = "text"  # the form of a column of words, which are aligned left
 WIDTH = 110  # characters in a line of the widest table
-PAGE_WIDTH = 118  # of a page's lines
+PAGE_WIDTH = 118  # characters in a line of a page
 
 
 class ColumnReader(NamedTuple):
     """A Column, and where its cells come from."""
     column: Column
-    get: Callable | str  # function of a row, or the name of a row's field
+    get: Callable | str  # the name of a row's field, or a function that takes the row
     unit: float  # numbers are divided by it
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
-    """Describe a column for `sheet_of`: a ColumnReader, of a results.Column whose key `sheet_of` adds."""
+    """Describe a column for `sheet_of`, which adds the column's key. Returns a ColumnReader."""
     return ColumnReader(Column("", title, source, form, shows), get, unit)
 
 
@@ -40,13 +40,14 @@ def names(get="name", title=""):
 def sheet_of(title, rows, columns, notes=(), footnotes=(), row_key=None):
     """Make a Sheet of `rows`, objects of any kind. `columns`: {key of the column: ColumnReader}.
 
-    `footnotes` are read last: a column's function may add some. A row's key is `row_key(row)`, or else its first cell.
+    The `get` of a column may still add `footnotes`. A row's key is `row_key(row)`, or else its first cell.
     """
     def cell(row, reader):
         value = getattr(row, reader.get) if isinstance(reader.get, str) else reader.get(row)
         if reader.unit == 1 or value is None:
             return value
         return [number / reader.unit for number in value] if isinstance(value, list) else value / reader.unit
+
     cells = [[cell(row, reader) for reader in columns.values()] for row in rows]
     with_keys = [dataclasses.replace(reader.column, key=key) for key, reader in columns.items()]
     row_keys = [row_key(row) for row in rows] if row_key else [str(first) for first, *_ in cells]
@@ -70,7 +71,7 @@ FORMS = {"small": small, "megabytes": megabytes}
 
 
 def cell_text(cell, form, shows="median"):
-    """Write a cell: None and [] as a dash, words as they are, a number by `form`, of a list what `shows` names."""
+    """Write a cell: None and [] as a dash, words as they are, a number in its `form`, a list as `shows` says."""
     if cell is None or cell == []:
         return NONE
     if isinstance(cell, str):
@@ -133,7 +134,7 @@ def print_sheets(sheets, *last_lines):
 
 
 def markdown(sheet):
-    """Return a sheet as a page has it. Columns with a `source` are aligned right."""
+    """Return a sheet as a table of markdown. Columns of numbers, those with a `source`, are aligned right."""
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
     alignments = ["--:" if column.source else "---" for column in sheet.columns]
     lines = [f"| {' | '.join(cells)} |" for cells in (titles, alignments, *cells_of(sheet))]
@@ -147,7 +148,7 @@ METHODS = "What rows and columns are: results/methods.md."
 
 
 def settings_line(c):
-    """Write ranks, model, batch and rounds of Conditions."""
+    """Write ranks, model, batch and rounds of `c`, the Conditions."""
     shared = f" that share {c.gpus} GPU(s)" if 0 < c.gpus < c.ranks else ""
     hosts = f" on {c.hosts} hosts of {c.cores_per_host} core(s)" if c.cores_per_host else ""
     tcp = f", TCP {c.tcp}" if c.tcp else ""
@@ -159,13 +160,12 @@ def settings_line(c):
 
 def made_line(conditions, *words):
     """Write on which machine, by which code and when something was measured, with `words` in the middle."""
-    c = conditions
-    return " · ".join([c.machine, f"torch {c.torch}", *words, c.date, f"commit {c.commit}"])
+    return " · ".join([conditions.machine, f"torch {conditions.torch}", *words, conditions.date,
+                       f"commit {conditions.commit}"])
 
 
-def conditions_line(c):
-    """Write all of Conditions in a line."""
-    return made_line(c, settings_line(c))
+def conditions_line(conditions):
+    return made_line(conditions, settings_line(conditions))
 
 
 def rate_words(rate):

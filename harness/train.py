@@ -53,10 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(description, arguments=None):
-    """Parse the options of every train.py. A mistake is one line from rank 0, and exit code 2 on all ranks.
-
-    `arguments`: a list of them, in place of the command line.
-    """
+    """Parse the command line, or the list `arguments`. A mistake is one line, and exit code 2 on all ranks."""
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
@@ -140,8 +137,7 @@ class Run:
         self.loss_sum += loss.detach()
 
     def steps(self):
-        """Yield the number of each step, which the caller then runs. Some steps are followed by a line with the loss,
-        which waits for the device and for all ranks, or by a save."""
+        """Yield the number of each step, for the caller to run it. Then print the loss or save, if it is time."""
         self.say_conditions()
         self.say(f"validation loss before: {self.evaluate():.4f}")
         first = n_at_line = self.checkpoints.first_step

@@ -23,11 +23,11 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
 
-    run = workload.Run(args, rank, model.module, optimizer, scheduler)  # goes on from the newest checkpoint
-    for step in run.steps():  # after each of which it prints the loss and saves, if it is time to
+    run = workload.Run(args, rank, model.module, optimizer, scheduler)  # loads the newest checkpoint
+    for step in run.steps():  # prints the loss and saves after some of them
         for micro in range(args.accumulate):
             is_last = micro == args.accumulate - 1
-            with nullcontext() if is_last else model.no_sync():  # gradients travel once a step
+            with nullcontext() if is_last else model.no_sync():  # gradients are sent once per step
                 tokens, targets = run.batch(step, micro)  # (B, T), (B, T)
                 loss = model(tokens, targets) / args.accumulate
                 loss.backward()

@@ -4,8 +4,7 @@
     make show HTML=1                 docs/watch.html and the figures of the chapters, anew
 
 The ranks are processes, and the core is the stage's own, recorded from outside. Files are written only with --json or
---pages.
-Exit code: 0; 1 when a rank fails; 2 when there is nothing to show.
+--pages. Exit code: 0; 1 when a rank fails; 2 when there is nothing to show.
 """
 
 import contextlib
@@ -28,11 +27,11 @@ from .picture import THEMES
 
 fail = functools.partial(command_line.fail, "show")
 STAGES = {shown.id: shown for shown in page.SHOWN if shown.id.isdecimal()}
-MAX_ELEMENTS = 48  # more is no picture any more
+MAX_ELEMENTS = 48  # of all parameters: more would not fit the picture
 
 
 def package_of(stage):
-    """-> the package of a stage's number, or `stage` itself."""
+    """Return the package of a stage's number, or else `stage`, which may be a path."""
     package = STAGES[stage].program.package if stage in STAGES else stage.removesuffix("/").replace("/", ".")
     with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(package):
@@ -56,7 +55,8 @@ def parse_args():
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
     if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
         fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")
-    args.package, args.params = package_of(args.stage), tuple(sizes)
+    args.package = package_of(args.stage)
+    args.params = tuple(sizes)
     if args.json:
         command_line.check_writable("--json", args.json, fail)
     return args

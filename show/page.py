@@ -29,7 +29,6 @@ ONE, TWO, THREE, FOUR = (replace(WHOLE, package=stage, **toy) for stage, toy in 
 @dataclass(frozen=True)
 class Shown:
     """A program of the page. `right`: what it is compared with."""
-
     id: str
     short: str
     title: str

@@ -26,7 +26,6 @@ LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
 
 class Cell(NamedTuple):
     """Gradients and moments are striped, averages solid; new parameters are solid, with a border."""
-
     kind: str
     owner: int  # -1: every rank
     x: int
@@ -80,8 +79,7 @@ class Picture:
             groups.setdefault((str(shape).startswith("<text"), *spans), []).append(shape)
         for (_, *spans), shapes in sorted(groups.items(), key=lambda group: group[0][0]):  # words on top of all else
             name, is_still = f"s{len(rules)}", any(start <= self.still < stop for start, stop in spans)
-            rules[name] = {0: HIDDEN} | {
-                second: style for span in spans for second, style in zip(span, (SEEN, HIDDEN))}
+            rules[name] = {0: HIDDEN} | {second: style for span in spans for second, style in zip(span, (SEEN, HIDDEN))}
             body.append(f'<g class="{name}" opacity="{is_still:d}">{drawn(shapes)}</g>')
         for (start, stop, dx, dy), cells in self.flights.items():
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}"

@@ -25,7 +25,6 @@ GRADIENTS, PARAMETERS = {"gradient", "share", "average"}, {"old", "new", "stale"
 @dataclass(frozen=True)
 class Program:
     """What is recorded."""
-
     package: str  # of the core; "show.replicated" is rung 0
     ranks: int = 4
     params: tuple = (5, 2, 9)  # elements of each parameter

@@ -25,7 +25,6 @@ SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes o
 
 class Place(NamedTuple):
     """Names a line of a function that runs, or that waits for a function that it has called."""
-
     file: str
     line: int
     function: str
@@ -35,7 +34,6 @@ class Place(NamedTuple):
 @dataclass
 class Storage:
     """Memory that the picture shows. row: its line of cells, such as "gradients". part: its name in that line."""
-
     row: str
     part: str
     is_local: bool = False  # named after a local variable
@@ -50,20 +48,16 @@ class Storage:
 
 @dataclass
 class Event:
-    """Holds a line, and what the line did.
-
-    `memory` maps each storage that is alive after the line to its bytes; show/labels.py replaces the bytes by cells.
-    """
-
+    """Holds a line, and what the line did."""
     stack: tuple
     is_line: bool = True
     phase: str = ""
     step: int = 0
-    memory: dict = None
-    is_change: bool = False
-    time: int = 0  # length of the log of accesses after the line
-    starts: list = field(default_factory=list)
-    ends: list = field(default_factory=list)
+    memory: dict = None  # each storage that is alive after the line -> its bytes, or its cells: see show/labels.py
+    is_change: bool = False  # whether the line has changed `memory`
+    time: int = 0  # length of the trace's `log` after the line
+    starts: list = field(default_factory=list)  # operations of torch.distributed
+    ends: list = field(default_factory=list)  # keys of the operations that are complete
     frame: int = 0  # see show/frames.py
 
 
@@ -76,7 +70,7 @@ class Trace:
         self.optimizer = None  # set by the caller, once it is built
         self.events = []
         self.storages = {}
-        self.log = []  # (storage, first byte, end, "read" or "write")
+        self.log = []  # accesses: (storage, first byte, end, "read" or "write")
         self.memory = {}
         self.uids = {}  # address of a storage -> its number
         self.weak_references = []  # to storages: while they are held, no other storage gets the same address

@@ -21,7 +21,6 @@ WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy
 
 class Operation(NamedTuple):
     """One call of one rank. Ranks' calls of the same `key` belong together."""
-
     key: tuple
     kind: str  # "all-reduce" and so on; between two ranks "send" or "recv"
     arrows: tuple  # (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes

@@ -99,10 +99,7 @@ class Replicated:
 
 
 def assert_same(model, reference, exact):
-    """Every parameter equal to the reference's: to the bit, or where sums may be in another order, up to rounding.
-
-    A nan is equal to a nan, in the same place.
-    """
+    """Compare parameters with the reference's: to the bit if `exact`, or up to rounding. A nan is equal to a nan."""
     rtol, atol = (0, 0) if exact else (1e-4, 2e-6)
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         difference = (param.detach() - expected.detach()).abs().max().item()

@@ -6,12 +6,12 @@ Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FS
 DeepSpeed. modded-nanogpt trains on one node, and does not need it.
 Wire, for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes within
 a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks.
-Costs: the state exists r times. The all-reduce of each backward pass overlaps with it, as FSDP2's does. With
-`gradient_accumulation_steps=k`, the same on every rank, passes before the k-th since a step have none: fewer bytes.
-`step` averages what no pass has averaged, and waits for it. FSDP2 calls this set_requires_all_reduce(is_last).
+Costs: the state exists r times. Each backward pass averages its shards across the groups, and hides this behind its
+computation, as FSDP2 does. With `gradient_accumulation_steps=k`, the same on every rank, the first k - 1 passes after a
+step leave the average out, as FSDP2's set_requires_all_reduce(False) does. `step` averages what is left.
 `reshard` is refused. Call `save` on the ranks of one group only. Groups must run equally many backward passes, as ranks
-do in stage 4; with `gradient_accumulation_steps=math.inf` they may differ by group.
-This file is about stage 4; `OnMesh` and `ReplicasOfStage3` do the same for stage 3, which sends once per step.
+do in stage 4; with `gradient_accumulation_steps=math.inf`, where `step` alone averages, they may differ by group.
+Stage 4 is described here. `OnMesh` and `ReplicasOfStage3` do the same for stage 3, which sends once per step.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
@@ -29,17 +29,19 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class OnMesh:
+    """Takes its process group from `mesh`: (r, s), where s ranks share a state."""
+
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, gradient_accumulation_steps=1, **kwargs):
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.across = mesh.get_group(0)  # the ranks that have the same shards
-        self.all_ranks = None
+        self.across = mesh.get_group(0)  # the r ranks that have the same shard
+        self.all_ranks = None  # torch's default group
         if mesh.size() < dist.get_world_size():
             self.all_ranks = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
         super().__init__(params, optimizer_cls, process_group=mesh.get_group(1), **kwargs)
 
     @property
     def _agreement_group(self):
-        """Return the group of the whole mesh; None: all ranks."""
+        """Return the group of the whole mesh, for the guard."""
         return self.all_ranks
 
     def move_to(self, process_group):
@@ -47,31 +49,33 @@ class OnMesh:
 
 
 class Replicas:
+    """Averages shards of gradients over the ranks of `across`."""
+
     def shard(self, groups):
         self.n_passes = collections.Counter()  # bucket -> how often it has arrived since the last step
-        self.averages = {}  # bucket -> the work of its all-reduce in flight
+        self.averages = {}  # bucket -> the all-reduce that was started last, a dist.Work
         for param in [param for group in groups for param in group["params"]]:
             dist.broadcast(param.detach(), group=self.across, group_src=0)
         super().shard(groups)
 
     def start_average(self, shard):
-        """Start to average `shard` over the groups, in place. Return the work to wait for."""
+        """Start to average `shard` across the groups, in place. Return the dist.Work."""
         shard /= dist.get_world_size(self.across)
         return dist.all_reduce(shard, group=self.across, async_op=True)
 
 
 class ReplicasOfStage3(Replicas, GradBufferOptimizer):
     def sync_grads(self):
-        """Average across the groups once, however often the guard calls this before a step."""
-        full_buffers = [buffer for buffer in self.buffers if buffer.holds is not Holds.GRAD_SHARD]
+        """Average across the groups once, though the guard may call this several times before a step."""
+        unsent = [buffer for buffer in self.buffers if buffer.holds is not Holds.GRAD_SHARD]
         super().sync_grads()
-        for work in [self.start_average(buffer.main_grad_shard) for buffer in full_buffers]:
+        for work in [self.start_average(buffer.main_grad_shard) for buffer in unsent]:
             work.wait()
 
 
 class ReplicasOfStage4(Replicas, OverlapOptimizer):
     def receive_oldest(self):
-        """Average a bucket when it has arrived. What was averaged before is equal in all groups, so it stays."""
+        """Add the oldest bucket to its shard, and average the shard. Earlier averages in it are equal in all groups."""
         bucket = self.travelling[0].bucket
         if bucket in self.averages:
             self.averages[bucket].wait()

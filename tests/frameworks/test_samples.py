@@ -1,7 +1,7 @@
-"""The samples of docs/frameworks.md against the real libraries: as they were, with DDP, and as they become.
+"""Runs the samples of docs/frameworks.md with the real libraries, `pip install '.[frameworks]'`.
 
-A sample is a ```diff: without what it adds it is the program with DDP, without what it removes the sharded one. Both
-print a line "loss …" a step, of figures, which must agree. Libraries: `pip install '.[frameworks]'`.
+A sample is a ```diff from a program with DDP to a sharded one. In each step both print a line "loss …" with figures,
+which must agree.
 """
 
 import functools
@@ -28,17 +28,17 @@ IMPORTED = ["transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "a
 
 
 def program(sample, kind):
-    """`kind`: "+" the sharded program, "-" that with DDP."""
+    """Return one side of a sample's diff. `kind`: "+" for the sharded program, "-" for that with DDP."""
     lines = [line for line in SAMPLES[sample].splitlines() if line[:1] in ("", " ", kind)]
     return "".join(line[1:] + "\n" for line in lines)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """`run(code, folder, n_ranks)` -> [figures of a step, …], which the program printed. It trains in that folder.
+    """Give `run(code, folder, n_ranks)`: it runs a program in that folder, and returns what it printed in each step.
 
-    `run.with_ddp(sample)`: those of its program with DDP, which runs once. Ranks are forked from a process that has
-    imported the libraries: each would take seconds for that.
+    `run.with_ddp(sample)` returns that of the sample's program with DDP, which is run only once. Ranks are forked from
+    a process that has imported the libraries, because importing takes seconds.
     """
     home = tmp_path_factory.mktemp("home")
     for path in [*(ROOT / name for name in [*STAGES, "guard", "checkpoint"]), ROOT / "tests/frameworks/tiny.py"]:
@@ -62,18 +62,18 @@ def run(tmp_path_factory):
 
 
 def close(figures, expected, rel=1e-6):
-    return figures == [pytest.approx(one, rel=rel) for one in expected] and len(expected) > 1
+    return figures == [pytest.approx(step, rel=rel) for step in expected] and len(expected) > 1
 
 
-def forget_the_end(folder):
-    """As if the run had been killed before its last checkpoint."""
+def remove_last_checkpoints(folder):
+    """Pretend that the run was killed before it saved step 8."""
     for path in [*folder.glob("checkpoint-8"), *folder.glob("*step=8.ckpt")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_sample_trains_as_with_ddp(run, sample):
-    """On two ranks; then, where it saves, from the middle on three."""
+    """Train on two ranks; if the sample saves, resume in the middle on three ranks."""
     assert len(SAMPLES) == 8 and program(sample, "+") != program(sample, "-")
     ddp, folder = run.with_ddp(sample), f"{sample} sharded"
     sharded = run(program(sample, "+"), folder)
@@ -81,9 +81,9 @@ def test_a_sample_trains_as_with_ddp(run, sample):
     if sample.startswith("The shortest way"):
         assert sharded == ddp
     if sample in RESUMES:
-        forget_the_end(run.home / folder)
-        if sample == "Lightning":  # which begins the data anew
-            forget_the_end(run.home / f"{sample} ddp")
+        remove_last_checkpoints(run.home / folder)
+        if sample == "Lightning":  # it begins with the first batch again, so DDP must resume, too
+            remove_last_checkpoints(run.home / f"{sample} ddp")
             ddp = ddp + run(program(sample, "-"), f"{sample} ddp")
         resumed = run(program(sample, "+"), folder, n_ranks=3)
         half = len(sharded) // 2
@@ -92,7 +92,7 @@ def test_a_sample_trains_as_with_ddp(run, sample):
 
 @pytest.mark.parametrize("stage", STAGES[:3])
 @pytest.mark.parametrize("sample", [*RESUMES, "PEFT", "EMA and SWA"])
-def test_a_sample_trains_so_with_the_other_stages(run, sample, stage):
+def test_a_sample_trains_as_with_ddp_in_the_other_stages(run, sample, stage):
     lines = program(sample, "+").replace("stage4_overlap", stage).splitlines(keepends=True)
     code = "".join(line for line in lines if "prefetch_params" not in line)
     assert close(run(code, f"{sample} {stage}"), run.with_ddp(sample))

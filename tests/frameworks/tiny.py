@@ -1,4 +1,4 @@
-"""What the samples of docs/frameworks.md train: a tiny GPT, on random text that is the same on every rank."""
+"""Gives the samples of docs/frameworks.md a tiny GPT to train, on random text that is the same on every rank."""
 
 import os
 
@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-N_RANKS = int(os.environ["WORLD_SIZE"])  # torchrun's
+N_RANKS = int(os.environ["WORLD_SIZE"])  # torchrun sets it
+BATCH_SIZE = 6  # of all ranks together
 
 
 def make_model():
@@ -25,12 +26,12 @@ class Text(torch.utils.data.Dataset):
 
 
 def make_loader():
-    return torch.utils.data.DataLoader(Text(), batch_size=6 // N_RANKS)
+    return torch.utils.data.DataLoader(Text(), batch_size=BATCH_SIZE // N_RANKS)
 
 
-def tokens_of(step):  # this rank's share of six sequences
-    size = 6 // N_RANKS
-    start = step * 6 + dist.get_rank() * size
+def tokens_of(step):  # this rank's share of the batch
+    size = BATCH_SIZE // N_RANKS
+    start = step * BATCH_SIZE + dist.get_rank() * size
     return torch.stack([Text()[start + i]["input_ids"] for i in range(size)])
 
 

@@ -208,8 +208,7 @@ class Wrong(NamedTuple):
 
     def is_shown(self):
         """Whether `make show` can show what is wrong: values, of a run that has nothing special."""
-        return (self.check in (BY_HAND, BY_3, SGD, ADAMW, SIXTEEN)
-                and self.expected not in (NO_EXCEPTION, ENDS, LIVES))
+        return self.check in (BY_HAND, BY_3, SGD, ADAMW, SIXTEEN) and self.expected not in (NO_EXCEPTION, ENDS, LIVES)
 
 
 def changed(text, lines, what=""):

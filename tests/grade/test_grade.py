@@ -199,8 +199,7 @@ def test_a_process_that_a_package_leaves_is_ended_and_told_of(monkeypatch, packa
     monkeypatch.setenv("LEFT_BY", str(tmp_path))  # it inherits this, which no other run of this test has
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [sys.executable, "-m", "grade", package(graded.Forks), "--levels", "1", "--only", "one parameter"]
-    came = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          timeout=300)
+    came = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert came.returncode == 1 and came.stdout.splitlines()[-2:] == [
         "  FAILED    nothing goes on after the ranks have ended",
         "  came      the package has left 1 of its processes running; they have been ended"], came.stdout

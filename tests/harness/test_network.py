@@ -151,10 +151,7 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
 
 
 def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
-    """Of this rate what wasn't asked for, and no more; and another rate, which a second run has written meanwhile.
-
-    The best sizes of a sweep that is kept are rows.
-    """
+    """Keep this rate's sweep, whose best sizes are rows, and another rate, which a second run has written meanwhile."""
     def of_rate(rate):
         found = next(result for result in results.at_all_rates() if result.conditions.rate == rate)
         found.other_rates = []

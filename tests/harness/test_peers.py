@@ -43,8 +43,7 @@ def test_a_row_is_ddp_to_the_bit_and_costs_what_it_says(rank, row_id):
 @on_ranks(3, row_id=[RowId("owner reduce"), SIZED[-1], RowId("stage 3 bf16/fp32"), RowId("stage 4 overlap bf16"),
                      RowId("stage 4 overlap fp16")])
 def test_a_row_is_right_on_three_ranks(rank, row_id):
-    """To the bit where sums are in rank order. In 16 bits a third is rounded: the reference divides as the stage does.
-    """
+    """Demand equal bits if sums are in rank order. In 16 bits the reference divides as the stage does: 1/3 rounds."""
     found, movement = examine.examine(rank, SETTINGS, *row_id)
     assert found.max_abs_diff <= (0 if row_id.base.startswith("stage 4") else examine.tolerance(3)) and movement > 0
 
@@ -167,7 +166,7 @@ def both(rank, name, in_place, dtype=torch.float32, op=None):
     return found
 
 
-@on_ranks(1, 2, 3, name=exchange.NAMES, dtype=[torch.float32, torch.bfloat16],
+@on_ranks(1, 2, 3, name=exchange.SCATTERS, dtype=[torch.float32, torch.bfloat16],
           how=[(dist.ReduceOp.SUM, True), (dist.ReduceOp.AVG, False)])
 def test_a_sum_is_gloos_for_half_of_its_bytes(rank, name, dtype, how):
     """To the bit on two ranks; on three it differs by the order of sums, of numbers below 16."""

@@ -16,17 +16,17 @@ from tests.stages.test_cores import core_of
 OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "scale_grads_", "no_sync", "average_over"}
 OF_CHECKPOINT = {"pieces", "make_optimizer", "pass_on_hyperparameters", "refuse_different_settings", "has_grads"}
 OF_BUFFERS = {"move_to", "rank", "world_size"}
-MORE = [{"average_gradients"}, {"average_gradients"}, OF_BUFFERS,
-        {*OF_BUFFERS, "find_unused_parameters", "bucket_buffer_bytes"}]
+OF_STAGE = [{"average_gradients"}, {"average_gradients"}, OF_BUFFERS,
+            {*OF_BUFFERS, "find_unused_parameters", "bucket_buffer_bytes"}]
 
 
-@pytest.mark.parametrize("stage, more", list(zip(STAGES, MORE)))
-def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage, more):
-    """Beside torch's own and the core's; what is in OF_CHECKPOINT stands in checkpoint/__init__.py."""
+@pytest.mark.parametrize("stage, of_stage", list(zip(STAGES, OF_STAGE)))
+def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage, of_stage):
+    """Compare the names of both classes. checkpoint/__init__.py documents those in OF_CHECKPOINT."""
     with one_rank_of(2):
         guarded, core = (set(dir(of(stage)([torch.nn.Parameter(torch.zeros(8))]))) for of in (optimizer_of, core_of))
     added = {name for name in guarded - core if not name.startswith("_")}
-    assert added == OF_USERS | OF_CHECKPOINT | more
+    assert added == OF_USERS | OF_CHECKPOINT | of_stage
     of_torch = {name for name in dir(torch.optim.AdamW([torch.zeros(1)])) if not name.startswith("_")}
     assert of_torch <= guarded
     interface = (ROOT / "checkpoint" / "__init__.py").read_text()
@@ -35,7 +35,7 @@ def test_a_guard_adds_the_names_that_are_documented_and_no_others(stage, more):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_is_copied_alone_gives_its_core(stage, tmp_path):
-    """And says in a line what the class around it needs."""
+    """The import of DistributedOptimizer says in a line what it needs."""
     shutil.copytree(ROOT / stage, tmp_path / "mine", ignore=shutil.ignore_patterns("train.py", "__pycache__"))
     (tmp_path / "program.py").write_text(
         "from mine import ShardedOptimizer\nprint(ShardedOptimizer.step)\nfrom mine import DistributedOptimizer\n")
@@ -66,7 +66,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_was_taken_trains_saves_and_loads(stage, tmp_path):
-    """Nothing of this repository is beside the package. What it computes the contract says, of the same files."""
+    """Run a program in a folder that has only the package. Other tests check what these files compute."""
     take(stage.removeprefix("stage")[0], tmp_path / "mine", with_checkpoint=True)
     (tmp_path / "program.py").write_text(SAVES)
     run = run_alone(tmp_path / "program.py", cwd=tmp_path)
@@ -77,7 +77,7 @@ def test_a_stage_that_was_taken_trains_saves_and_loads(stage, tmp_path):
 
 @pytest.mark.waits
 def test_the_contract_and_no_other_test_is_run_on_a_package_that_was_taken(tmp_path):
-    """`pytest --stage mine`, where the folder that the package is in is on the path. Others are by hand, too."""
+    """Run `pytest --stage mine -k by_hand`, although other files have such tests, too."""
     take("4", tmp_path / "mine")
     run = run_module("pytest", "-q", "-rp", "-p", "no:cacheprovider", "--ranks", "2", "--stage=mine", "-k", "by_hand",
                      PYTHONPATH=tmp_path)

@@ -195,8 +195,7 @@ def started():
 
 @contextlib.contextmanager
 def opened(started, place="", width=1280, height=800, **settings):
-    """The page at `place`, like "4.7" or "4/118": program, and beat or line. Nothing goes wrong meanwhile, and it
-    requests nothing else. -> playwright's page"""
+    """Open the page at a program's beat, like "4.7", or line, "4/118". Fail if it warns or requests anything else."""
     with started.new_context(viewport={"width": width, "height": height}, **settings) as context:
         context.set_default_timeout(300_000)  # ms: of a busy machine
         shown, wrong, requests = context.new_page(), [], []

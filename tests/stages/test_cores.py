@@ -67,10 +67,7 @@ def test_prefetch_in_the_core(run, micro_batches):
 
 @on_ranks(2)
 def test_what_a_step_of_a_core_leaves_of_gradients(rank, stage):
-    """Two steps of SGD without zero_grad(): gradients add up, as in torch, but stages 3 and 4 use them up in a step.
-
-    Either is right in a learner's core.
-    """
+    """Step twice without zero_grad(): stages 3 and 4 use gradients up, and a learner's core may do so, too."""
     weight = nn.Parameter(torch.zeros(40))
     optimizer = core_of(stage)([weight], torch.optim.SGD, lr=1.0)
     for _ in range(2):
@@ -126,8 +123,7 @@ def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
 @pytest.mark.parametrize("d", [2, 64])
 @pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
 def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dtype, of):
-    """Not a byte, nor in the guard. As one of d ranks whose messages go nowhere: gloo's own reduce-scatter makes a
-    copy."""
+    """Count every byte, without messages, because gloo's own reduce-scatter makes a copy."""
     with one_rank_of(d), Memory("cpu") as memory:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)
         optimizer = of(THREE)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)

@@ -44,10 +44,7 @@ def padded(d, itemsize):
 
 @on_ranks(3, 4, dtype=[torch.float32, torch.bfloat16])  # uneven shards; and a rank that owns nothing
 def test_stages_1_and_2(rank, dtype):
-    """One all-reduce of all gradients, with flags of what is used and set; then each owner broadcasts what it stepped.
-
-    Or there is one all-gather of d shards as long as the longest.
-    """
+    """Count an all-reduce of gradients and flags; then a broadcast by each owner, or an all-gather of padded shards."""
     d, itemsize = rank.world_size, dtype.itemsize
     grads = itemsize * (58 + 3)
     for stage, kind, number, params in ((STAGES[0], "broadcast", 3, itemsize * 58),

@@ -140,10 +140,7 @@ print(memory.peak, peak_rss() - before)
 @pytest.mark.waits
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak of the process")
 def test_the_peak_is_that_of_the_process():
-    """4096 x 4096, 64 MiB: weights, gradient, two moments, and the second step's gradient before it is added.
-
-    What else the process holds may differ by 16 MiB, 5 %.
-    """
+    """Count weights, a gradient and one to be added, two moments: 64 MiB each. Allow 16 MiB, 5 %, for all else."""
     run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     counted, measured = map(int, run.stdout.split())

@@ -280,8 +280,7 @@ def test_arguments_that_mean_nothing_are_refused(rank, name_and_value):
     (None, {}, {"reduce_scatter": 4}), (3, {}, {"reduce_scatter": 4}),
     (None, {"reduce_dtype": torch.float32}, {"send": 3 * 4, "recv": 3 * 4})])
 def test_messages_where_the_collectives_are_native(frozen, kwargs, in_backward):
-    """Buckets leave in backward, also where the parameter of the first one to leave is frozen; parameters in the order
-    of the forward pass."""
+    """Send gradients in backward, even if the first parameter is frozen, and parameters in the order of the forward."""
     with one_rank_of(4):
         params = [torch.nn.Parameter(torch.ones(64 * (i + 1))) for i in range(4)]
         optimizer = sgd_of(FOUR, params, **SMALL, **kwargs)

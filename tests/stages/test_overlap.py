@@ -197,8 +197,7 @@ def test_each_module_gets_one_hook_which_can_be_removed():
 
 
 class Odd(torch.nn.Module):
-    """It reads parameters of modules that it doesn't call: of containers, by vmap, which goes past torch's functions;
-    and torch's attention that of its out_proj."""
+    """Reads parameters of modules that it doesn't call: containers, by vmap past torch's functions, and out_proj."""
 
     def __init__(self, how):
         super().__init__()
@@ -226,8 +225,7 @@ class Odd(torch.nn.Module):
 
 @on_ranks(2, how=["plain", "reentrant", "non-reentrant", "compiled"])
 def test_prefetch_out_of_order_twice_past_the_hooks_checkpointed_or_compiled(rank, how):
-    """Four steps, evaluated once in between. torch.compile makes no new graph in each step, though it guards on the
-    class of what attention reads."""
+    """Take four steps, and evaluate in between. No new graphs, though torch.compile guards on classes."""
     graphs, seen = [], []
 
     def backend(graph, _):

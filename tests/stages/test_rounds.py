@@ -117,30 +117,31 @@ class Fail(torch.autograd.Function):
 
 @on_ranks(checkpointed=[False, True])
 def test_passes_after_one_that_failed(rank, checkpointed):
-    """Train on after a backward pass that has raised on every rank, on rank 0 after all gradients were computed. These
-    gradients count, as in torch, and the pass is a round. Its graph, with a node of a re-entrant checkpoint, lives on.
+    """Train on after a backward pass that has raised on every rank. It is a round, and its gradients count as in torch.
+
+    Rank 0 has computed all gradients by then. `loss` stays alive, and with it the graph that has failed.
     """
     params, optimizer = zero_params_and_sgd(rank, find_unused_parameters=True)
     leaf, factor = (torch.ones((), device=rank.device, requires_grad=True) for _ in range(2))
     failing = Fail.apply(leaf)  # the first operator of the forward pass is the last one of the backward pass
+    first_used, then_used = (range(6), range(6)) if rank.rank == 0 else ([5], [0])  # places of parameters
 
     def loss_of_params(factor):
-        return sum(params[i].sum() for i in ([5] if rank.rank else range(6))) * factor
+        return sum(params[i].sum() for i in first_used) * factor
 
     later = checkpoint(loss_of_params, factor, use_reentrant=True) if checkpointed else loss_of_params(factor)
     loss = failing + later
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    backward(params, [0] if rank.rank else None)
+    backward(params, then_used)
     dist.all_reduce(torch.ones((), device=rank.device))
     optimizer.step()
-    # Rank 0 has used all in both passes, the others parameter 5 in the first pass and parameter 0 in the second.
     assert moved_by(params, [[2] * 6] + [[1, 0, 0, 0, 0, 1]] * (rank.world_size - 1))
 
 
 @on_ranks(3)
 def test_messages_of_two_optimizers_do_not_mix(rank):
-    """Run backward passes of two optimizers, on rank 0 that of the first optimizer first, on the others the other one.
+    """Run backward passes of two optimizers, in one order on rank 0 and in the other order on the other ranks.
 
     This needs gloo, where messages have tags: NCCL's collectives, and so DDP's, must come in one order on all ranks.
     """
@@ -176,13 +177,14 @@ READS_A_VALUE = {getattr(torch.Tensor, name) for name in (
 
 
 class OnADevice(TorchFunctionMode):
-    """Pretend tensors are on a GPU, with NCCL: raise where Python reads a value, because that would wait. With --gpu
-    torch looks itself. Tensors from torch.tensor(…) count as host memory until an all-reduce of the GPUs' group has
-    written them. `host_groups`: process group -> the gloo group of its hosts, as rounds.py has made it.
+    """Pretend that tensors are on a GPU, with NCCL: raise where Python reads a value, because that would wait.
+
+    With --gpu torch raises. Tensors from torch.tensor(…) are on the host, until an all-reduce on the GPUs writes them.
     """
 
     def __enter__(self):
-        self.host_tensors, self.host_groups = {}, weakref.WeakKeyDictionary()  # id -> tensor; see above
+        self.host_tensors = {}  # id -> tensor
+        self.host_groups = weakref.WeakKeyDictionary()  # process group -> the gloo group that rounds.py made for it
         self.patches = contextlib.ExitStack()
         for module, name, value in [(rounds, "backends_of", lambda _: {"cuda": "nccl"}),
                                     (rounds, "HOST_GROUPS", self.host_groups), (dist, "all_reduce", self.all_reduce)]:
@@ -212,7 +214,7 @@ class OnADevice(TorchFunctionMode):
 
 @on_ranks(3)
 def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
-    """Make the host group beside NCCL's. `new_group` would name it after the number of groups that its rank is in."""
+    """Make the gloo group beside NCCL's, though rank 0 is in more groups, by whose number new_group() names a group."""
     rank, group = of_cpus(rank)
     if rank.rank == 0:
         alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)

@@ -31,65 +31,65 @@ class Plain(OptimizerList):
 
 
 def sgd_and_adamw(stage, model):
-    """For matrices and for the rest; without a stage torch's own."""
+    """Make SGD for matrices and AdamW for the rest, of a stage, or torch's own if `stage` is None."""
     matrices, others = (group["params"] for group in two_groups(model))
     if stage is None:
         return Plain([torch.optim.SGD(matrices, **SGD), torch.optim.AdamW(others, **ADAMW)])
-    of = optimizer_of(stage)
-    return Chained(of(matrices, torch.optim.SGD, **SGD), of(others, torch.optim.AdamW, **ADAMW))
+    optimizer_class = optimizer_of(stage)
+    return Chained(optimizer_class(matrices, torch.optim.SGD, **SGD), optimizer_class(others, **ADAMW))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, torch.inf])
 @on_ranks
 def test_two_optimizers_are_clipped_together(rank, stage, norm_type):
-    """With two micro-batches a step, of which one travels alone, and a new pair in the middle."""
-    models = model, same = Net(seed=0), Net(seed=0)
-    pair, plain = map(sgd_and_adamw, (stage, None), models)
-    for step in range(0, 6, 2):
-        if step == 4:
-            kept = pair.state_dict()
+    """Take steps of two micro-batches, the first in no_sync(), and load the state into a new pair before the last."""
+    model, reference = Net(seed=0), Net(seed=0)
+    pair, plain = sgd_and_adamw(stage, model), sgd_and_adamw(None, reference)
+    for step in range(3):
+        if step == 2:
+            saved = pair.state_dict()
             pair = sgd_and_adamw(stage, model)
-            pair.load_state_dict(kept)
+            pair.load_state_dict(saved)
         with pair.no_sync():
-            backward(model, rank, step)
-        backward(model, rank, step + 1)
-        backward(same, rank, step, step + 1)
-        norm, expected = (one.clip_grad_norm_(0.05, norm_type) for one in (pair, plain))
+            backward(model, rank, 2 * step)
+        backward(model, rank, 2 * step + 1)
+        backward(reference, rank, 2 * step, 2 * step + 1)
+        norm, expected = pair.clip_grad_norm_(0.05, norm_type), plain.clip_grad_norm_(0.05, norm_type)
         assert torch.allclose(norm, expected, rtol=1e-5) and norm > 0.05
-        for one in (pair, plain):
-            one.step()
-            one.zero_grad()
-    assert_same(*models, exact=False)
+        for optimizer in (pair, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, reference, exact=False)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
 @on_ranks(2, 4)
 def test_experts_count_once_whoever_holds_them(rank, norm_type):
-    """Each pair of ranks, or each rank, has another expert; the reference has all of them, and all data."""
-    groups = [[0], [1]] if rank.world_size == 2 else [[0, 1], [2, 3]]
-    expert_of = [i for i, ranks in enumerate(groups) for _ in ranks]
+    """Give each rank of two, or each pair of ranks of four, an expert; the reference has all experts, and all data."""
+    ranks_of = [[0], [1]] if rank.world_size == 2 else [[0, 1], [2, 3]]  # the ranks of each expert
+    expert_of = [expert for expert, ranks in enumerate(ranks_of) for _ in ranks]  # the expert of each rank
     number = expert_of[rank.rank]
-    mine = [dist.new_group(ranks) for ranks in groups][number]
+    group = [dist.new_group(ranks) for ranks in ranks_of][number]
     torch.manual_seed(0)
-    plain = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(1 + len(groups)))
+    plain = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(1 + len(ranks_of)))
     shared, *experts = copy.deepcopy(plain)
     optimizer = Chained(optimizer_of(STAGES[3])(shared.parameters(), torch.optim.SGD, lr=1.0),
                         optimizer_of(STAGES[3])(experts[number].parameters(), torch.optim.SGD, lr=1.0,
-                                                process_group=mine))
+                                                process_group=group))
     for r in range(rank.world_size):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(r)) * (1 + 9 * r)
         plain[1 + expert_of[r]](plain[0](x)).square().sum().backward()
         if r == rank.rank:
             experts[number](shared(x)).square().sum().backward()
-    for module, d in zip(plain, [rank.world_size, *map(len, groups)]):
+    for module, d in zip(plain, [rank.world_size, *map(len, ranks_of)]):
         for param in module.parameters():
             param.grad /= d
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
     torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), expected)
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    for one, other in ((shared, plain[0]), (experts[number], plain[1 + number])):
-        assert_same(one, other, exact=False)
+    assert_same(shared, plain[0], exact=False)
+    assert_same(experts[number], plain[1 + number], exact=False)
     assert "save and load them one by one" in error_of(lambda: checkpoint.full_state_dict(optimizer))
 
 
@@ -104,7 +104,7 @@ def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
 
 @on_ranks(2)
 def test_all_gradients_have_come_before_any_parameters_leave(rank):
-    """What the second optimizer asks the ranks would wait behind the parameters of the first, and `step` with it."""
+    """Otherwise `step` of the second optimizer, which asks all ranks, would wait for the parameters of the first."""
     model, order = Net(seed=0), []
     pair = sgd_and_adamw(STAGES[3], model)
     for optimizer in pair.optimizers:
@@ -121,7 +121,7 @@ def test_all_gradients_have_come_before_any_parameters_leave(rank):
 
 
 def tokens_of(step, rank):
-    """Six sequences in each step, of which a rank has its share: (B, T) twice."""
+    """Return this rank's share of six sequences: tokens and targets, (B, T) each."""
     text = (torch.arange(17) + torch.arange(6)[:, None] * 5 + step) % 23
     own = text.chunk(rank.world_size)[rank.rank]
     return own[:, :-1], own[:, 1:]
@@ -136,28 +136,29 @@ def muon_and_adamw(model, is_plain=False):
 
 
 def train_a_gpt(rank, steps, max_norm, is_plain=False, folder=None):
-    """With one clip, and a schedule each. -> losses
+    """Train with one clip for both optimizers, and a schedule for each. Return the losses.
 
-    folder: has a folder for each end, with a checkpoint. It is loaded, and then given to another pair as a full state.
+    folder: where a checkpoint is loaded, if `steps` don't begin at 0, and another is saved. What was loaded goes on to
+        another pair as a full state.
     """
     torch.manual_seed(0)
     model, states, losses = GPT(GPTConfig(n_layers=2, n_heads=2, width=32, block_size=16, lr=1e-3)), (), []
     if steps[0]:
         before = muon_and_adamw(model)
         states = checkpoint.load(folder / f"{steps[0]}/whole", model, before)
-        kept = checkpoint.full_state_dict(before)
+        full_state = checkpoint.full_state_dict(before)
     pair = muon_and_adamw(model, is_plain)
-    schedules = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, 20) for one in pair.optimizers]
+    schedules = [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20) for optimizer in pair.optimizers]
     if steps[0]:
-        checkpoint.load_full_state_dict(pair, kept)
+        checkpoint.load_full_state_dict(pair, full_state)
     for schedule, state in zip(schedules, states):
         schedule.load_state_dict(state)
     for step in steps:
         loss = model(*tokens_of(step, rank))
         loss.backward()
         pair.clip_grad_norm_(max_norm)
-        for one in (pair, *schedules):
-            one.step()
+        for optimizer_or_schedule in (pair, *schedules):
+            optimizer_or_schedule.step()
         pair.zero_grad()
         mean = loss.detach() / rank.world_size
         dist.all_reduce(mean)
@@ -169,10 +170,10 @@ def train_a_gpt(rank, steps, max_norm, is_plain=False, folder=None):
 
 
 def test_a_gpt_by_muon_and_adamw_and_resumed_on_another_number_of_ranks(pools, tmp_path):
-    """20 steps on 2 ranks; and 10 on 2, 5 on 3, 5 on 1: losses are those of torch's own optimizers.
+    """Train 20 steps on 2 ranks; and 10 on 2, 5 on 3, 5 on 1. Compare losses with those of torch's own optimizers.
 
-    To 1e-5 where the norm is below its bound. A norm that is summed in another order differs in its last bit, so does
-    the factor, and Newton–Schulz works in bf16: then it is 1e-3.
+    They differ by up to 1e-5 without clipping. With it, the norm is summed in another order, so its last bit differs,
+    and with it the factor. Newton–Schulz works in bf16: then losses differ by up to 1e-3.
     """
     expected, *_ = pools.run(2, train_a_gpt, range(20), 1e3, is_plain=True)
     assert expected[-1] < 0.8 * expected[0]
