@@ -32,8 +32,7 @@ def total_norm(optimizer, norm_type):
     """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
-    norms = []
-    state = optimizer.state
+    norms, state = [], optimizer.state
     for groups, main_params in state.main_params_by_mesh_groups.items():
         # torch's norm of an empty list would be on the CPU.
         grads = [main.grad for main in main_params if main.grad is not None] or [torch.zeros(1, device=state.device)]
