@@ -84,7 +84,7 @@ def converted(folder):
     return torch.load(folder.with_name("one.pt"), weights_only=True)
 
 
-JOURNEY = [(4, (4, 1)), (2, (1, 2)), (1, None), (4, (2, 2)), (4, (1, 4))]
+JOURNEY = [(4, (4, 1)), (2, (1, 2)), (1, None), (4, (1, 4))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

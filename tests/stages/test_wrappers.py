@@ -47,7 +47,7 @@ class Copying:
         return self._optimizer.step(closure)
 
 
-@on_ranks(1, 2, 3, wrap=[Delegating, Copying])
+@on_ranks(2, wrap=[Delegating, Copying])
 def test_a_wrapper_trains_like_the_optimizer_itself(rank, stage, wrap):
     drawn(rank, stage, range(6), wrap)
 

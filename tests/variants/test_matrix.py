@@ -3,8 +3,8 @@
 Four ranks, which the hybrids take as two groups of two. What a variant doesn't take stands in its first lines.
 """
 
+import functools
 from contextlib import nullcontext
-from itertools import compress
 
 import pytest
 import torch
@@ -54,9 +54,41 @@ def vector(model):
     return nn.utils.parameters_to_vector(param.detach().double() for param in model.parameters())
 
 
+def first_of(model, situation):
+    """-> the parameters that an optimizer is made with."""
+    return [param for name, param in model.named_parameters() if situation != "group added" or "late" not in name]
+
+
+@functools.cache  # a rank compares ten variants with it
+def alone(dtype, situation, n_later):
+    """-> what one process makes of the parameters, and its norms. After a step it has the data of `n_later` ranks."""
+    model, norms = Model(dtype), []
+    mains = {param: param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+             for param in model.parameters()}
+    optimizer = torch.optim.SGD(map(mains.get, first_of(model, situation)), **SGD)
+    for step in range(3):
+        model.late.requires_grad_(step > 0 or situation not in ("frozen", "group added"))
+        if situation == "group added" and step == 1:
+            optimizer.add_param_group({"params": [mains[param] for param in model.late.parameters()], "lr": 0.1})
+        n_ranks, own = n_later if step else 4, [param for param in mains if param.requires_grad]
+        mean = sum(loss / n_ranks for place in range(n_ranks) for loss in model.losses(situation, place, step))
+        for param, grad in zip(own, torch.autograd.grad(mean, own, materialize_grads=True)):
+            mains[param].grad = grad.to(mains[param].dtype)
+        if situation == "clip":
+            norms.append(nn.utils.clip_grad_norm_(mains.values(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        for param, main in mains.items():
+            param.data.copy_(main)
+            if situation in ("copy_", "data"):
+                write(param, situation)
+                main.copy_(torch.where(main.to(param.dtype) == param, main, param.data))
+    return vector(model), norms
+
+
 def built(variant, situation, params, **kwargs):
-    if variant not in OF_STAGE_3:  # each parameter is a bucket
-        kwargs.update(bucket_cap_mb=1e-6, find_unused_parameters="unused" in situation)
+    if variant not in OF_STAGE_3:  # each layer is a bucket
+        kwargs.update(bucket_cap_mb=1e-4, find_unused_parameters="unused" in situation)
     return optimizer_of(variant)(params, torch.optim.SGD, **SGD, **kwargs)
 
 
@@ -65,27 +97,21 @@ def built(variant, situation, params, **kwargs):
 def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype, situation, tmp_path):
     if situation == "passes by group" and variant not in HYBRIDS + OF_STAGE_3:
         return  # as in stage 4: all ranks run equally many passes, or accumulate in no_sync()
-    model, same, n_ranks = Model(dtype), Model(dtype), 4
-    start, is_added = vector(same), situation == "group added"
-    mains = {param: param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-             for param in same.parameters()}
-    is_first = [not is_added or not name.startswith("late") for name, _ in model.named_parameters()]
-    optimizer = built(variant, situation, compress(model.parameters(), is_first))
-    reference = torch.optim.SGD(compress(mains.values(), is_first), **SGD)
+    model, n_ranks, n_later = Model(dtype), 4, 2 if situation == "other d" and variant not in HYBRIDS else 4
+    start, (expected, norms) = vector(model), alone(dtype, situation, n_later)
+    optimizer = built(variant, situation, first_of(model, situation))
     if situation == "prefetch" and variant not in OF_STAGE_3:
         optimizer.prefetch_params(model)
-    for step in range(4):
-        for layer in (model.late, same.late):
-            layer.requires_grad_(step >= 2 or situation not in ("frozen", "group added"))
-        if is_added and step == 2:
+    for step in range(3):
+        model.late.requires_grad_(step > 0 or situation not in ("frozen", "group added"))
+        if situation == "group added" and step == 1:
             optimizer.add_param_group({"params": model.late.parameters(), "lr": 0.1})
-            reference.add_param_group({"params": [mains[param] for param in same.late.parameters()], "lr": 0.1})
-        if situation == "other d" and step == 2:
+        if situation == "other d" and step == 1:
             folder = tmp_path / f"{dtype}, {rank.rank // 2 if variant in HYBRIDS else 'all'}"
             checkpoint.save(folder, model, optimizer).result()
             dist.barrier()
             model = Model(dtype)
-            n_ranks = 4 if variant in HYBRIDS else 2  # each half of the ranks then trains on the data of the first half
+            n_ranks = n_later  # if 2, each half of the ranks then trains on the data of the first half
             mesh = on_pairs.mesh_of(4 // n_ranks)
             on = {"mesh": mesh} if variant in HYBRIDS else {"process_group": mesh.get_group(1)}
             optimizer = built(variant, situation, model.parameters(), **on)
@@ -94,27 +120,15 @@ def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype, situa
         for loss in losses:
             with optimizer.no_sync() if situation == "no_sync" and loss is not losses[-1] else nullcontext():
                 loss.backward()
-        for loss in [loss for place in range(n_ranks) for loss in same.losses(situation, place, step)]:
-            own = [param for param in mains if param.requires_grad]
-            grads = torch.autograd.grad(loss / n_ranks, own, materialize_grads=True)
-            for main, grad in zip(map(mains.get, own), grads):
-                main.grad = grad.to(main.dtype) + (0 if main.grad is None else main.grad)
         if situation == "clip":
-            norm = nn.utils.clip_grad_norm_(mains.values(), 0.5).item()
-            assert norm > 0.5 and optimizer.clip_grad_norm_(0.5).item() == pytest.approx(norm, rel=1e-2)
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+            assert norms[step] > 0.5 and optimizer.clip_grad_norm_(0.5).item() == pytest.approx(norms[step], rel=1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
         for param in model.parameters() if situation in ("copy_", "data") else ():
             write(param, situation)
-        for param, main in mains.items():
-            param.data.copy_(main)
-            if situation in ("copy_", "data"):
-                write(param, situation)
-                main.copy_(torch.where(main.to(param.dtype) == param, main, param))
     own, everyone = vector(model), start.new_empty(4, len(start))
     dist.all_gather_into_tensor(everyone.view(-1), own)
     assert (everyone == own).all(), "the ranks have different parameters"
     tolerance = 2e-2 if DTYPES[dtype].itemsize == 2 or variant in FEWER_BITS else 1e-5
-    torch.testing.assert_close(own, vector(same), rtol=tolerance, atol=tolerance / 4)
+    torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance / 4)
     assert (own - start).abs().max() > 5 * tolerance, "this shows nothing: the parameters have hardly moved"

@@ -88,23 +88,23 @@ def situations():
             "AdamW, GradScaler": (torch.optim.AdamW, ADAMW, torch.float32, True)}
 
 
-def train_in(rank, name, n_steps):
+def train_in(rank, name):
     optimizer_cls, kwargs, dtype, is_scaled = situations()[name]
     model = Text(dtype)
     optimizer = optimizer_for(model, optimizer_cls, **kwargs)
     optimizer.prefetch_params(model)
     # A scale of 2^60 overflows: the first steps are left out.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60) if is_scaled else None
-    return kept(model, optimizer, trained(rank, range(n_steps), optimizer, model, scaler))
+    return kept(model, optimizer, trained(rank, range(4), optimizer, model, scaler))
 
 
 def is_same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("name, n_steps", [(name, 12 if name == "AdamW" else 4) for name in situations()])
-def test_losses_norms_parameters_and_moments_have_the_same_bits_on_1_2_4_and_8_ranks(pools, name, n_steps):
-    alone, *others = [pools.run(d, train_in, name, n_steps) for d in RANKS]
+@pytest.mark.parametrize("name", situations())
+def test_losses_norms_parameters_and_moments_have_the_same_bits_on_1_2_4_and_8_ranks(pools, name):
+    alone, *others = [pools.run(d, train_in, name) for d in RANKS]
     assert len(alone[0]) > 60 and alone[0][-1].isfinite().all()
     for d, ranks in zip(RANKS[1:], others):
         with situation(f"{d} ranks"):
