@@ -155,8 +155,8 @@ def start_forkserver():
 
     The main thread must make the first call. The process and its children ignore Ctrl-C: the parent ends them.
     """
-    # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker. What checkpoints
-    # and rows import takes half a second more.
+    # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker. What
+    # checkpoints and rows import takes half a second more.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"])
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -61,7 +61,7 @@ def first_of(model, situation):
 
 @functools.cache  # a rank compares ten variants with it
 def alone(dtype, situation, n_later):
-    """-> what one process makes of the parameters, and its norms. After a step it has the data of `n_later` ranks."""
+    """-> what one process makes of the parameters, and its norms. After a step it has data of `n_later` ranks."""
     model, norms = Model(dtype), []
     mains = {param: param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
              for param in model.parameters()}
