@@ -23,28 +23,28 @@ def loss_sum(model, x):
     return (model(x) - x.flip(1)).square().mean(1).sum()
 
 
-@on_ranks(early=[False, True], factor=[float, torch.tensor], clips=[False, True])
-def test_micro_batches_of_unequal_lengths_are_those_of_one_process(rank, stage, early, factor, clips):
-    """Losses are sums over tokens. Their number is known before the backward pass, or only after it."""
+@on_ranks(factor=[None, float, torch.tensor], clips=[False, True])
+def test_micro_batches_of_unequal_lengths_are_those_of_one_process(rank, stage, factor, clips):
+    """Losses are sums over tokens. Their number is known before the backward pass, or after it: then by a factor."""
     torch.manual_seed(0)
     model, plain = (nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     optimizer, reference = (make(params, lr=0.01) for make, params in (
         (optimizer_of(stage), model.to(rank.device).parameters()), (torch.optim.AdamW, plain.parameters())))
     plain.load_state_dict(model.state_dict())
-    for step in range(4):
+    for step in range(3):
         batches = [[tokens_of(r, step, micro) for micro in range(3)] for r in range(rank.world_size)]
         n_tokens = sum(len(x) for own in batches for x in own)
         scale = rank.world_size / n_tokens
         for number, x in enumerate(batches[rank.rank]):
-            loss = loss_sum(model, x.to(rank.device)) * (scale if early else 1.0)
+            loss = loss_sum(model, x.to(rank.device)) * (1.0 if factor else scale)
             if number < 2:
                 with optimizer.no_sync():
                     loss.backward()
             else:
                 loss.backward()
         (sum(loss_sum(plain, x) for own in batches for x in own) / n_tokens).backward()
-        if not early:
+        if factor:
             optimizer.scale_grads_(factor(scale))
         if clips:
             norm, expected = optimizer.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)

@@ -28,7 +28,7 @@ def test_equals_replicated_training(rank, stage, how, name):
     assert isinstance(pair.optimizer, torch.optim.Optimizer)
     assert_same(*pair.models, exact=True)
     before = copy.deepcopy(trainable(pair.model))
-    for step in range(5):
+    for step in range(3):
         pair.train(step)
         pair.assert_same(how == UNFUSED)
     assert not any(map(torch.equal, trainable(pair.model), before))

@@ -170,16 +170,16 @@ def train_a_gpt(rank, steps, max_norm, is_plain=False, folder=None):
 
 
 def test_a_gpt_by_muon_and_adamw_and_resumed_on_another_number_of_ranks(pools, tmp_path):
-    """Train 20 steps on 2 ranks; and 10 on 2, 5 on 3, 5 on 1. Compare losses with those of torch's own optimizers.
+    """Train 12 steps on 2 ranks; and 6 on 2, 3 on 3, 3 on 1. Compare losses with those of torch's own optimizers.
 
     They differ by up to 1e-5 without clipping. With it, the norm is summed in another order, so its last bit differs,
     and with it the factor. Newton–Schulz works in bf16: then losses differ by up to 1e-3.
     """
-    expected, *_ = pools.run(2, train_a_gpt, range(20), 1e3, is_plain=True)
+    expected, *_ = pools.run(2, train_a_gpt, range(12), 1e3, is_plain=True)
     assert expected[-1] < 0.8 * expected[0]
-    assert pools.run(2, train_a_gpt, range(20), 1e3)[0] == pytest.approx(expected, abs=1e-5)
-    expected, *_ = pools.run(2, train_a_gpt, range(20), 0.5, is_plain=True)
+    assert pools.run(2, train_a_gpt, range(12), 1e3)[0] == pytest.approx(expected, abs=1e-5)
+    expected, *_ = pools.run(2, train_a_gpt, range(12), 0.5, is_plain=True)
     losses = []
-    for world_size, steps in ((2, range(10)), (3, range(10, 15)), (1, range(15, 20))):
+    for world_size, steps in ((2, range(6)), (3, range(6, 9)), (1, range(9, 12))):
         losses += pools.run(world_size, train_a_gpt, steps, 0.5, folder=tmp_path)[0]
     assert losses == pytest.approx(expected, abs=1e-3)
