@@ -41,17 +41,18 @@ from .optimizers import (
     schemas_of,
     unwrapped_optimizer,
 )
-from .ranks import Saving, all_gather, errors_on_all, first_line, rank_and_size
-from .states import agree, check_states, filled, flat, joined, local_states
+from .ranks import Saving, all_gather, errors_on_all, rank_and_size
+from .states import agree, check_states, filled, flat, local_states
 from .storage import (
     METADATA,
-    Boxes,
     LoadPlanner,
     Reader,
     SavePlanner,
     Writer,
     is_count,
+    joined,
     need,
+    opened,
     packed,
     range_boxes,
     read_metadata,
@@ -61,6 +62,7 @@ from .storage import (
 SUMS = "checksums.json"  # file -> [bytes, CRC-32]
 MANIFEST = "manifest.json"  # what a checkpoint of version 0.2 and before has
 STATE, GROUPS = ("optimizer", "state"), ("optimizer", "param_groups")
+OF_OPTIMIZER = tuple(f"{joined(path)}." for path in (STATE, GROUPS))  # prefixes of keys
 ABOUT = "about"  # key of what `load` needs, and other programs don't
 CHUNK = 2**20  # bytes that are read at once
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
@@ -113,20 +115,19 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     rank, _ = rank_and_size(group)
     with errors_on_all(error_prefix, group):
         check_states(schemas_of(optimizer), names, states, {index: piece.main.shape for index, piece in pieces.items()})
-        content = Content({}, {})
-        content.add(("extra", str(rank)), own_extra)
+        content = {("extra", str(rank)): own_extra}  # where other programs have it in nested dicts -> Boxes or bytes
         if rank == 0:
             for number, options in enumerate(groups):
                 options["params"] = packed(all_names(reports)[number], "names")
                 for key, value in options.items():
-                    content.add((*GROUPS, number, key), value)
+                    content[(*GROUPS, number, key)] = value
             trees = {name: layout.tree for name, layout in layouts.items() if not is_flat(layout.tree)}
-            content.add((ABOUT,), packed({"optimizer": class_of(optimizer), "trees": trees}, "a state"))
+            content[(ABOUT,)] = packed({"optimizer": class_of(optimizer), "trees": trees}, "a state")
         add_rest_of_model(content, tensors, layouts, [report.model for report in reports], rank)
         for index, piece in pieces.items():
             add_piece(content, names[index], piece, flat(states[index]), layouts[names[index]], rank)
         if asynchronous:
-            content.copy_to_cpu()
+            content = {path: on_cpu(value) for path, value in content.items()}
     with errors_on_all(error_prefix, group):
         partial = made_partial(path) if rank == 0 else None
     partial = path.with_name(all_gather(partial, group)[0])
@@ -149,21 +150,12 @@ class RankReport(NamedTuple):
     experts: dict  # name of a parameter of a smaller process group -> the ranks of that group
 
 
-class Content(NamedTuple):
-    """What this rank writes."""
-
-    items: dict  # key -> Boxes or bytes
-    paths: dict  # key -> the keys that lead to it in nested dicts, for torch's converters
-
-    def add(self, path, value):
-        self.items[joined(path)], self.paths[joined(path)] = value, path
-
-    def copy_to_cpu(self):
-        for key, value in self.items.items():
-            if isinstance(value, Boxes):
-                self.items[key] = value._replace(views={
-                    offsets: torch.empty(view.shape, dtype=view.dtype, device="cpu").copy_(view)
-                    for offsets, view in value.views.items()})
+def on_cpu(value):
+    """Return a copy of Boxes on the CPU; bytes as they are."""
+    if isinstance(value, bytes):
+        return value
+    return value._replace(views={offsets: torch.empty(view.shape, dtype=view.dtype, device="cpu").copy_(view)
+                                 for offsets, view in value.views.items()})
 
 
 def unwrapped(model):
@@ -267,25 +259,24 @@ def add_rest_of_model(content, tensors, layouts, models, rank):
     for name, tensor in tensors.items():
         first = next(owner for owner, model in enumerate(models) if name in model)
         if name not in layouts and (first == rank or isinstance(tensor, DTensor)):
-            content.add(("model", name), tensor_boxes(tensor))
+            content["model", name] = tensor_boxes(tensor)
 
 
 def add_piece(content, name, piece, values, layout, rank):
-    """Add the parts of a parameter and its state that no lower rank has."""
+    """Add the parts of a parameter and its state that no lower rank has, and what isn't cut: DCP takes one rank's."""
     for part in layout.parts:
         if part.rank == rank:
             own = slice(part.start - piece.start, part.stop - piece.start)
             param = local(piece.param).reshape(-1)[part.start : part.stop]
-            content.add(("model", name), range_boxes(param, piece.param, part.start))
-            for path, entry in layout.cut.items():
-                value = local(values[path]).reshape(*entry.lead, -1)[..., own]
-                content.add((*STATE, name, *path.split(".")), range_boxes(value, piece.param, part.start))
-    for path, (first, _) in layout.common.items():
-        if first == rank:
-            value = values[path]
+            content["model", name] = range_boxes(param, piece.param, part.start)
+            for path, lead in layout.leads.items():
+                value = local(values[path]).reshape(*lead, -1)[..., own]
+                content[(*STATE, name, *path.split("."))] = range_boxes(value, piece.param, part.start)
+    for path, value in values.items():
+        if path not in layout.leads:
             is_tensor = isinstance(value, torch.Tensor)
             saved = tensor_boxes(value) if is_tensor else packed(value, f"the state of {name}")
-            content.add((*STATE, name, *path.split(".")), saved)
+            content[(*STATE, name, *path.split("."))] = saved
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -318,15 +309,14 @@ def refuse_existing(path):
 def write(path, partial, content, group):
     """Write what this rank has to `partial`, then the checksums, and give the folder its name. Collective."""
     error_prefix = f"checkpoint {path} can't be written"
-    writer, planner = Writer(partial), SavePlanner(*content)
+    writer, planner = Writer(partial), SavePlanner(content)
     try:
         with errors_on_all(error_prefix, group):
             if not partial.is_dir():
                 words = "the folder that rank 0 has made isn't here: all need the same folder"
                 raise FileNotFoundError(errno.ENOENT, words)
-        with errors_on_all(error_prefix, group):
-            with quiet(group):
-                dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        with errors_on_all(error_prefix, group), quiet(group):
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
         all_sums = all_gather(writer.fs.sums, group)
         with errors_on_all(error_prefix, group):
             if rank_and_size(group)[0] == 0:
@@ -398,36 +388,36 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
     def read(items):
         """Let each rank read its `items`, key -> Boxes or None. A rank that fails is an error on all of them."""
-        with errors_on_all(error_prefix, group, refusal):
-            with quiet(group):
-                dcp.load({}, storage_reader=Reader(path, stored.metadata), planner=LoadPlanner(items),
-                         process_group=group, no_dist=group is None)
+        with errors_on_all(error_prefix, group, refusal), quiet(group):
+            dcp.load({}, storage_reader=Reader(path, stored.metadata), planner=LoadPlanner(items),
+                     process_group=group, no_dist=group is None)
 
     with errors_on_all(error_prefix, group, refusal):
         if len({report.source for report in reports}) > 1:
             raise CheckpointError("the ranks read different checkpoints")
         stored.refuse_other_model(tensors, {name for report in reports for name in report.model})
-        values = dict.fromkeys(stored.keys_of_values(names))
+        values = dict.fromkeys(stored.keys_of_values())
     read(values)
     with errors_on_all(error_prefix, group, refusal):
-        stored.refuse_other_class(values, class_of(optimizer))
+        own_class = class_of(optimizer)
+        about = values.get(ABOUT, {"optimizer": own_class, "trees": {}})
+        if about["optimizer"] != own_class:
+            raise ForeignCheckpoint(f"it is of {about['optimizer']}, this optimizer is {own_class}")
         groups = stored.groups(values, names_in_groups(optimizer, names), all_names(reports))
         schemas = schemas_of(optimizer, groups)
-        new_tensors, items = {}, {}
+        new_tensors, new_states, items, items_of_states = {}, {}, {}, {}
         for name, tensor in tensors.items():
             if id(tensor) not in new_tensors:  # tied ones once, by the first of their names
                 value = torch.empty(local(tensor).shape, dtype=tensor.dtype, device="cpu")
                 new_tensors[id(tensor)] = local(tensor), value
                 items[stored.key_of_tensor(name, tensor.dtype)] = tensor_boxes(value, tensor)
-    read(items)
-    with errors_on_all(error_prefix, group, refusal):
-        items, new_states = {}, {}  # key -> Boxes; index -> path -> value
         for index, piece in pieces.items():
             common = paths_of_common(schemas[index])
-            new_states[index] = stored.room_for_state(names[index], piece, common, values, items)
+            new_states[index] = stored.room_for_state(names[index], piece, common, values, items_of_states)
     read(items)
+    read(items_of_states)  # not together: a main parameter may be read into the model, too
     with errors_on_all(error_prefix, group, refusal):
-        states = {index: stored.state(names[index], state, values) for index, state in new_states.items()}
+        states = {index: nested_state(about["trees"].get(names[index]), state) for index, state in new_states.items()}
         check_states(schemas, names, states, {index: piece.main.shape for index, piece in pieces.items()})
         ready = prepare(optimizer, states, groups)
     with errors_on_all(error_prefix, group):
@@ -445,6 +435,7 @@ class Stored:
         keys: of all tensors and values -> what DCP knows of each.
         checksum: to know whether all ranks read the same.
         states: name of a parameter -> path of a value in its state -> key.
+        options: number of a group, or with torchtitan name of a parameter -> hyperparameter -> key.
         key_of_extra: of this rank's `extra`, or of rank 0's.
     """
 
@@ -460,13 +451,15 @@ class Stored:
         self.prefix = "model." if has_prefix else ""  # torchtitan has none
         n_extras = sum(re.fullmatch(r"extra\.\d+", key) is not None for key in self.keys)
         self.key_of_extra = f"extra.{rank if n_extras == world_size else 0}"
-        self.states, paths = {}, self.metadata.planner_data or {}
-        for key in [key for key in self.keys if key.startswith("optimizer.state.")]:
+        self.states, self.options, paths = {}, {}, self.metadata.planner_data or {}
+        for key in [key for key in self.keys if key.startswith(OF_OPTIMIZER)]:
             path = paths.get(key, ())
-            if path[:2] != STATE:  # torchtitan's
-                path = *STATE, *key.removeprefix("optimizer.state.").rsplit(".", 1)
-            _, _, name, *path_in_state = path
-            self.states.setdefault(name, {})[joined(path_in_state)] = key
+            if path[:2] not in (STATE, GROUPS):  # torchtitan's
+                _, kind, names = key.split(".", 2)
+                path = "optimizer", kind, *names.rsplit(".", 1)
+            _, kind, name, *path_in_state = path
+            keys_by_name = self.states if kind == "state" else self.options
+            keys_by_name.setdefault(name, {})[joined(path_in_state)] = key
 
     def is_tensor(self, key):
         return isinstance(self.keys[key], TensorStorageMetadata)
@@ -486,41 +479,26 @@ class Stored:
             if saved_dtype != dtype and not (saved_dtype.is_floating_point and dtype.is_floating_point):
                 raise ForeignCheckpoint(f"it is of another model: {name} is {saved_dtype} there, {dtype} in the model")
 
-    def refuse_other_class(self, values, own_class):
-        saved_class = values[ABOUT]["optimizer"] if ABOUT in values else own_class
-        if saved_class != own_class:
-            raise ForeignCheckpoint(f"it is of {saved_class}, this optimizer is {own_class}")
-
-    def keys_of_values(self, names):
-        """Return the keys of everything that is no tensor, and that this rank needs to load parameters `names`."""
-        for key in self.keys:
-            if not self.is_tensor(key) and (key in (ABOUT, self.key_of_extra) or key.startswith(f"{joined(GROUPS)}.")):
-                yield key
-        for name in names:
-            yield from (key for key in self.states.get(name, {}).values() if not self.is_tensor(key))
+    def keys_of_values(self):
+        """Return the keys of everything that is no tensor, and that this rank needs."""
+        return [key for key in self.keys if not self.is_tensor(key) and
+                (key in (ABOUT, self.key_of_extra) or key.startswith(OF_OPTIMIZER))]
 
     def groups(self, values, own_names, names_on_all_ranks) -> list[dict]:
         """Return the hyperparameters of each group. Raises ForeignCheckpoint: other parameters are in the groups.
 
         `own_names`: of the parameters in each group of this rank's optimizer; `names_on_all_ranks`: of all ranks'.
         """
-        prefix = f"{joined(GROUPS)}."
-        options = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-        saved_groups = [options[f"{number}.params"] for number in range(len(options)) if f"{number}.params" in options]
-        if saved_groups:
-            if [sorted(names) for names in saved_groups] != [sorted(names) for names in names_on_all_ranks]:
-                raise ForeignCheckpoint(f"its parameter groups are {summary(saved_groups)}, this optimizer's "
-                                        f"{summary(own_names)}")
-            prefixes_by_group = [[str(number)] for number in range(len(own_names))]
-        else:
-            prefixes_by_group = own_names  # torchtitan has a group for each parameter
-        groups = []
-        for prefixes in prefixes_by_group:
-            saved = [{key.removeprefix(f"{prefix}."): value for key, value in options.items()
-                      if key.startswith(f"{prefix}.")} for prefix in prefixes] or [{}]
+        numbers, groups = sorted(place for place, keys in self.options.items() if "params" in keys), []
+        saved_names = [values[self.options[number]["params"]] for number in numbers]
+        if numbers and [sorted(names) for names in saved_names] != [sorted(names) for names in names_on_all_ranks]:
+            raise ForeignCheckpoint(f"its parameter groups are {summary(saved_names)}, this optimizer's "
+                                    f"{summary(own_names)}")
+        for places in [[number] for number in numbers] or own_names:  # torchtitan has a group for each parameter
+            saved = [{option: values[key] for option, key in self.options.get(place, {}).items()} for place in places]
             if any(repr(group) != repr(saved[0]) for group in saved):  # repr: values may be tensors, or nan
-                raise ForeignCheckpoint(f"the parameters of one group, {summary([prefixes])}, were in several groups")
-            groups.append({key: value for key, value in saved[0].items() if key not in ("params", "param_names")})
+                raise ForeignCheckpoint(f"the parameters of one group, {summary([places])}, were in several groups")
+            groups.append({key: value for group in saved[:1] for key, value in group.items() if key != "params"})
         return groups
 
     def key_of_tensor(self, name, dtype):
@@ -555,14 +533,15 @@ class Stored:
                 items[key] = range_boxes(state[path].view(*lead, -1), piece.param, piece.start)
         return state
 
-    def state(self, name, state, values):
-        """Return a state with its dicts and lists, of its values by path."""
-        trees = values[ABOUT]["trees"] if ABOUT in values else {}
-        tree = dict(trees.get(name) or dict.fromkeys(state))
-        tree.pop("main_param", None)  # where it was saved is known, and where it is needed may be another matter
-        if "main_param" in state:
-            tree["main_param"] = None
-        return filled(tree, state)
+
+def nested_state(tree, state):
+    """Return a `state`, path -> value, with its dicts and lists. `tree`: of `tree_of` when it was saved, if it had any.
+    """
+    tree = dict(tree or dict.fromkeys(state))
+    tree.pop("main_param", None)  # where it was saved is known, and where it is needed may be another matter
+    if "main_param" in state:
+        tree["main_param"] = None
+    return filled(tree, state)
 
 
 @contextlib.contextmanager
@@ -604,7 +583,7 @@ def checked_files(folder, rank, world_size) -> dict[str, int]:
         return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     sums = read_sums(folder)
     for number, (name, (n_bytes, crc)) in enumerate(sorted(sums.items())):
-        with naming_damage(name), opened(folder / name) as file:
+        with opened(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             need(size == n_bytes, f"{n_bytes} bytes were written, now it is {size} bytes")
             if number % world_size == rank:
@@ -614,30 +593,13 @@ def checked_files(folder, rank, world_size) -> dict[str, int]:
 
 
 def read_sums(folder):
-    with naming_damage(SUMS), opened(folder / SUMS) as file:
+    with opened(folder / SUMS) as file:
         sums = json.load(file)
         need(type(sums) is dict, "it is no dict")
         for name, (n_bytes, crc) in sums.items():
             need(name not in ("", ".", "..") and "/" not in name and "\0" not in name, f"file {name!r:.60}")
             need(is_count(n_bytes) and is_count(crc), f"the sum of {name!r:.60}")
         return sums
-
-
-@contextlib.contextmanager
-def naming_damage(name):
-    try:
-        yield
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{name} is damaged: it is missing") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{name} is damaged: {first_line(error)}") from None
-
-
-def opened(path):
-    """Return the open file. Raises ValueError if it is a link, or not regular: opening a FIFO would wait."""
-    need(not path.is_symlink(), "it is a link")
-    need(path.is_file() or not path.exists(), "it is no regular file")
-    return open(path, "rb")
 
 
 def checksum_of_file(file):

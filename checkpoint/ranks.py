@@ -28,14 +28,6 @@ def rank_and_size(group) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
-def rank_in(group) -> int:
-    """Return this process's rank. Raises CheckpointError if it is in no group, as after `reshard` to other ranks."""
-    rank, _ = rank_and_size(group)
-    if rank < 0:
-        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
-    return rank
-
-
 def all_gather(value, group) -> list:
     """Return the `value` of each rank, in rank order; an object that pickle can send. Collective."""
     if group is None and not dist.is_initialized():
@@ -92,7 +84,8 @@ def saver_of(group, meshes=()) -> Saver:
     """
     if not dist.is_initialized():
         return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None))
-    rank_in(group)
+    if dist.get_rank(group) < 0:
+        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
     groups = dict.fromkeys([group or dist.group.WORLD, *(along for mesh in meshes for along in mesh.get_all_groups())])
     savers = SAVERS.setdefault(dist.group.WORLD, {})
     key = tuple(tuple(dist.get_process_group_ranks(along)) for along in groups)

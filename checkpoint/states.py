@@ -16,6 +16,7 @@ from guard.schema import COMPUTABLE, LIST_TYPES, Spec, check_state, leading_dims
 
 from .optimizers import all_params, as_python, inner_of, local, offsets_of, paths_of_common, schemas_of, steps_ranges
 from .ranks import all_gather, errors_on_all
+from .storage import joined
 
 LARGEST_COMMON = 16  # a tensor of so few elements may have a piece's shape by chance, and be common
 
@@ -34,8 +35,7 @@ class Entry(NamedTuple):
 
     lead: tuple | None = None  # of a tensor: the dimensions before those of the piece; None: it hasn't its shape
     spec: Spec | None = None  # of a tensor
-    checksum: int | None = None  # of a tensor that may be the same on all ranks
-    value: object = None  # of anything else
+    content: object = None  # the value, or the checksum of a tensor that may be the same on all ranks
 
 
 class PieceReport(NamedTuple):
@@ -50,8 +50,7 @@ class Layout(NamedTuple):
     """The state of a parameter, agreed on by all ranks."""
 
     tree: object  # see `tree_of`
-    cut: dict[str, Entry]  # path of a tensor that is cut -> the first rank's Entry
-    common: dict[str, tuple[int, Entry]]  # path of any other value -> the first rank that has it, and its Entry
+    leads: dict[str, tuple]  # path of a tensor that is cut -> the dimensions before those of the piece
     parts: list[Part]  # all elements of the parameter, each once
 
 
@@ -86,10 +85,6 @@ def flat(state, path=()) -> dict[str, object]:
             raise ValueError(f"a state can't be kept: two of its keys read {min(below.keys() & values.keys())}")
         values |= below
     return values
-
-
-def joined(keys) -> str:
-    return ".".join(map(str, keys))
 
 
 def local_states(optimizer, pieces, all_main_params=False) -> dict[int, dict]:
@@ -160,7 +155,7 @@ def refuse_unkept(values, name):
 
 def entry_of(value, piece) -> Entry:
     if not isinstance(value, torch.Tensor):
-        return Entry(value=as_python(value))
+        return Entry(content=as_python(value))
     value = local(value)
     lead = leading_dims_of(value.shape, piece.main.shape)
     may_be_common = lead is None or value.numel() <= LARGEST_COMMON
@@ -176,8 +171,7 @@ def layout_of(name, reports, common) -> Layout:
 
     `common`: paths of what isn't cut, whatever its shape says.
     """
-    tree = next((report.tree for _, report in reports if report.entries), {})
-    layout = Layout(tree, {}, {}, parts_without_overlaps([(rank, *report.range) for rank, report in reports]))
+    tree, leads = next((report.tree for _, report in reports if report.entries), {}), {}
     for path in dict.fromkeys(path for _, report in reports for path in report.entries):
         entries = [(rank, report.entries[path]) for rank, report in reports if path in report.entries]
         (first_rank, first), *others = entries
@@ -186,16 +180,14 @@ def layout_of(name, reports, common) -> Layout:
             if len(entries) < len(reports):
                 raise ValueError(f"the state of {name} has {path} for some of its elements only: some ranks "
                                  "have stepped it and others not, or cleared it")
-            layout.cut[path] = first
+            leads[path] = first.lead
             continue
         is_number = first.spec is not None and math.prod(first.spec.shape) == 1  # as a count of steps, which may differ
         for rank, entry in others:
-            has_same_content = (entry.checksum, entry.value) == (first.checksum, first.value)
-            if entry.spec != first.spec or not (has_same_content or is_number):
+            if entry.spec != first.spec or entry.content != first.content and not is_number:
                 raise ValueError(f"{path} in the state of {name} is another on rank {rank} than on rank "
                                  f"{first_rank}, and no tensor of the parameter's shape: it can't be put together")
-        layout.common[path] = first_rank, first
-    return layout
+    return Layout(tree, leads, parts_without_overlaps([(rank, *report.range) for rank, report in reports]))
 
 
 def parts_without_overlaps(ranges) -> list[Part]:

@@ -117,11 +117,15 @@ def tensor_boxes(value, tensor=None) -> Boxes:
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Plans to write `items`: key -> Boxes or bytes. `paths`: key -> where DCP's converters put it in nested dicts."""
+    """Plans to write `content`: Boxes or bytes by path, which is where DCP's converters put these in nested dicts.
 
-    def __init__(self, items, paths):
+    DCP writes one time what several ranks have at one path, in a box of one place: as the lowest of them has it.
+    """
+
+    def __init__(self, content):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
-        self.items, self.paths = items, paths
+        self.items = {joined(path): value for path, value in content.items()}
+        self.paths = {joined(path): path for path in content}
 
     def create_local_plan(self):
         items = []
@@ -264,16 +268,25 @@ def read_metadata(folder, sizes):
 
     Raises DamagedCheckpoint, before memory is taken: tensors would be larger than their files, or lie elsewhere.
     """
-    try:
-        with open(Path(folder) / METADATA, "rb") as file:
-            metadata = MetadataUnpickler(file).load()
+    with opened(Path(folder) / METADATA) as file:
+        metadata = MetadataUnpickler(file).load()
         check_metadata(metadata, sizes)
+        return metadata
+
+
+@contextlib.contextmanager
+def opened(path):
+    """Open a file of a checkpoint. Whatever is wrong with what is in it is a DamagedCheckpoint, which names it."""
+    try:
+        need(path.exists(), "it is missing")
+        need(path.is_file(), "it is no regular file")  # opening a FIFO would wait
+        with open(path, "rb") as file:
+            yield file
     except OSError:
         raise
     except Exception as error:
         words = str(error) if isinstance(error, (ValueError, pickle.UnpicklingError)) else type(error).__name__
-        raise DamagedCheckpoint(f"{METADATA} is damaged: {words}") from None
-    return metadata
+        raise DamagedCheckpoint(f"{path.name} is damaged: {words}") from None
 
 
 def check_metadata(metadata, sizes):
@@ -312,6 +325,12 @@ def is_count(value):
 
 
 # ------------------------------------------------------------------------------------------------------------- values
+
+
+def joined(path) -> str:
+    """Return the key of a value at a path."""
+    return ".".join(map(str, path))
+
 
 def packed(value, name) -> bytes:
     """Return `value` as torch.save writes it. Raises ValueError: `unpacked` couldn't read it again."""

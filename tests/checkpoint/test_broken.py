@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import checkpoint
 from checkpoint.files import DISK_ERRORS, SUMS
-from checkpoint.storage import METADATA, Reader, read_metadata
+from checkpoint.storage import METADATA, Reader
 from tests.checkpoint import ADAMW, SHARDED, a_run, alone, flip_a_bit, small, wrapped
-from tests.checkpoint.compare import equal, full, nothing_changes, said_by_all, weights
+from tests.checkpoint.compare import equal, nothing_changes, said_by_all
 from tests.common import STAGES, error_of, on_ranks, situation
 
 FIRST, LAST = "__0_0.distcp", "__1_0.distcp"
@@ -41,11 +41,6 @@ MOMENT = "optimizer.state.embed.weight.exp_avg"
 def a_fifo(path):
     path.unlink()
     os.mkfifo(path)
-
-
-def a_link(path):
-    path.rename(path.parent.parent / "elsewhere")
-    path.symlink_to(path.parent.parent / "elsewhere")
 
 
 def exchanged(folder):
@@ -66,7 +61,6 @@ DAMAGE = {
     "many bytes": (lambda folder: os.truncate(folder / FIRST, 2**40), "now it is 1099511627776 bytes"),
     "missing": (lambda folder: (folder / LAST).unlink(), f"{LAST} is damaged: it is missing"),
     "swapped": (exchanged, "is damaged"), "of another step": (of_another_step, f"{LAST} is damaged"),
-    "a link": (lambda folder: a_link(folder / LAST), "it is a link"),
     "a fifo": (lambda folder: a_fifo(folder / LAST), "it is no regular file"),
     "no metadata": (lambda folder: (folder / METADATA).unlink(), "it is not complete: [.]metadata is missing"),
     "no sums": (lambda folder: (folder / SUMS).unlink(), "it is not complete: checksums.json is missing"),
@@ -99,13 +93,19 @@ def a_changed_class(*_):
     return named("torch.distributed.checkpoint.metadata", "Metadata") + b"N}\x8c\x01xK\x01s\x86b."
 
 
-def in_place_of(key, content, name="forged"):
-    """Store `content` as what `key` is, a value that is no tensor, in a file of its own."""
+def in_place_of(key, content, as_value=True):
+    """Store `content` as what `key` is, in files of its own; the metadata calls it a value that is no tensor, or not.
+    """
     def forge(metadata, folder):
-        (folder / name).write_bytes(content)
-        metadata.state_dict_metadata[key] = BytesStorageMetadata()
-        metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != key}
-        metadata.storage_data[MetadataIndex(key)] = _StorageInfo(name, 0, len(content))
+        indices = [index for index in metadata.storage_data if index.fqn == key]
+        if as_value:
+            metadata.state_dict_metadata[key] = BytesStorageMetadata()
+            for index in indices:
+                del metadata.storage_data[index]
+            indices = [MetadataIndex(key)]
+        for number, index in enumerate(indices):
+            (folder / f"forged{number}").write_bytes(content)
+            metadata.storage_data[index] = _StorageInfo(f"forged{number}", 0, len(content))
     return forge
 
 
@@ -131,16 +131,13 @@ def a_hole(metadata, _):
     metadata.state_dict_metadata[MOMENT].chunks.pop()
 
 
-def a_bomb(metadata, folder):
-    """A tensor whose file is deflated: 64 MB of zeros in some 100 kB, in place of a moment."""
-    infos = [(index, info) for index, info in metadata.storage_data.items() if index.fqn == MOMENT]
+def a_bomb() -> bytes:
+    """Return a tensor whose file is deflated: 64 MB of zeros in some 100 kB."""
     content, source = io.BytesIO(), zipfile.ZipFile(io.BytesIO(saved(torch.zeros(2**24))))
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in source.namelist():
             archive.writestr(name, source.read(name))
-    for number, (index, _) in enumerate(infos):
-        (folder / f"bomb{number}").write_bytes(content.getvalue())
-        metadata.storage_data[index] = _StorageInfo(f"bomb{number}", 0, len(content.getvalue()))
+    return content.getvalue()
 
 
 def rank_metadata(metadata, folder):
@@ -156,6 +153,7 @@ FORGED = {
     "a changed class": (a_changed_class, "it changes a class"),
     "code in a value": (in_place_of("extra.0", saved(Runs())), "Weights only load failed|Unsupported"),
     "code for a tensor": (in_place_of(MOMENT, saved(Runs())), "Weights only load failed|Unsupported"),
+    "code in a tensor": (in_place_of(MOMENT, saved(Runs()), as_value=False), "Weights only load failed|Unsupported"),
     "code for a parameter": (in_place_of("model.embed.weight", saved(Runs())), "embed.weight: the checkpoint doesn't"),
     "code in the groups": (in_place_of("optimizer.param_groups.0.lr", saved(Runs())), "Weights only load|Unsupported"),
     "a file elsewhere": (another_place(relative_path="/etc/passwd"), "a tensor lies in '/etc/passwd'"),
@@ -164,7 +162,7 @@ FORGED = {
     "below zero": (another_place(offset=-1), "a place"),
     "a tensor of many bytes": (a_size(2**40, 5, 7), "a box of|is too large"),
     "no size": (a_size(-5, -7), "the shape of"), "a hole": (a_hole, "too large|are missing"),
-    "a bomb": (a_bomb, "it has compressed tensors"),
+    "a bomb": (lambda *its: in_place_of(MOMENT, a_bomb(), as_value=False)(*its), "it has compressed tensors"),
     "the fallback of torch's": (rank_metadata, r"\.metadata is damaged"),
     "a list for metadata": (lambda *_: pickle.dumps([1, 2]), r"\.metadata is damaged"),
     "a text for a learning rate": (in_place_of("optimizer.param_groups.0.lr", saved("fast")),
@@ -250,30 +248,6 @@ def test_a_folder_of_version_02_says_which_version_reads_it(tmp_path):
     assert checkpoint.latest(tmp_path) == tmp_path / "step-7"  # a run would begin anew otherwise
     line = error_of(lambda: checkpoint.load(tmp_path / "step-7", *alone()), checkpoint.ForeignCheckpoint)
     assert line.endswith("version 0.2 or an earlier one has written it: load it with that version")
-
-
-def test_values_are_unpickled_by_torchs_restricted_reader_alone(tmp_path):
-    """In one process: ranks send each other pickles, which are no files."""
-    its, others = alone(), alone()
-    checkpoint.save(tmp_path / "one", *its, {"average": torch.arange(100.0), "text": "three"})
-    loads, torch_load = [], torch.load
-
-    def load(*args, **options):
-        loads.append(options)
-        return torch_load(*args, **options)
-
-    unpickled = mock.patch.object(pickle, "load", side_effect=AssertionError("a file was unpickled"))
-    with mock.patch.object(torch, "load", load), unpickled:
-        assert checkpoint.load(tmp_path / "one", *others)["text"] == "three"
-    assert loads and all(options["weights_only"] is True for options in loads)
-    assert equal(weights(others[0]), weights(its[0])) and equal(full(others[1]), full(its[1]))
-
-
-def test_the_metadata_of_a_large_model_is_read_in_a_moment(tmp_path):
-    """By Python's own unpickler, which is slow: 2,000 tensors, in some 0.3 s."""
-    dcp.save({f"{n}": torch.zeros(1) for n in range(2000)}, checkpoint_id=tmp_path / "one", no_dist=True)
-    sizes = {file.name: file.stat().st_size for file in (tmp_path / "one").iterdir()}
-    assert len(read_metadata(tmp_path / "one", sizes).state_dict_metadata) == 2000
 
 
 @pytest.mark.parametrize("number", [*DISK_ERRORS, errno.EMFILE])

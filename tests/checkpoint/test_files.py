@@ -151,6 +151,11 @@ def test_an_fsdp2_run_goes_on_in_stage_4_and_back_to_the_bit(rank, layout, tmp_p
     dcp.save({**state, "optimizer": of_optimizer}, checkpoint_id=tmp_path / layout)
     ours = stage_4_run(1, lr=9.0)
     assert checkpoint.load(tmp_path / layout, *ours) is None and ours[1].param_groups[0]["lr"] == 0.01
+    if layout == "torchtitan":
+        of_optimizer["param_groups.0.bias.lr"] = 7.0
+        dcp.save({**state, "optimizer": of_optimizer}, checkpoint_id=tmp_path / "two")
+        line = said_by_all(error_of(lambda: checkpoint.load(tmp_path / "two", *ours), checkpoint.ForeignCheckpoint))
+        assert line.endswith("the parameters of one group, 4 from 0.weight to 2.bias, were in several groups")
     for run in ((model, optimizer), ours):
         train(rank, *run, range(3, 6), alike=False)
     assert equal(wholes(model), wholes(ours[0]))
