@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from checkpoint import full_state_dict
 from guard.chained import Chained
 from harness import ONE, STAGES, THREE
 from tests.common import error_of, on_ranks, optimizer_of
@@ -68,10 +69,16 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.group), None
 
 
+# dtype, whether average_over is a number, norm_type
+CASES = [(torch.double, False, 1.0), (torch.double, True, 2.0), (torch.double, False, torch.inf),
+         (torch.bfloat16, False, 2.0), (torch.bfloat16, True, torch.inf)]
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(4, dtype=[torch.double, torch.bfloat16], number=[False, True])
-def test_experts_are_those_of_one_process(rank, stage, dtype, number):
+@on_ranks(4, case=CASES)
+def test_experts_are_those_of_one_process(rank, stage, case):
     """EP 2 x EDP 2, each an expert: its gradient has come from two ranks' tokens, and is averaged over two of four."""
+    dtype, number, norm_type = case
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     ep, edp = pairs[rank.rank // 2], pairs[2 + rank.rank % 2]
     torch.manual_seed(0)
@@ -94,8 +101,8 @@ def test_experts_are_those_of_one_process(rank, stage, dtype, number):
             hidden = plain[0](tokens(r))
             (torch.cat([plain[1](hidden[:2]), plain[2](hidden[2:])]).square().mean() / 4).backward()
         params = [param for module in plain for param in module.parameters()]
-        expected = nn.utils.clip_grad_norm_(params, 0.3)
-        torch.testing.assert_close(chain.clip_grad_norm_(0.3).to(expected), expected,
+        expected = nn.utils.clip_grad_norm_(params, 0.1, norm_type)
+        torch.testing.assert_close(chain.clip_grad_norm_(0.1, norm_type).to(expected), expected,
                                    **{} if dtype is torch.double else {"rtol": 0.02, "atol": 0})
         torch.optim.SGD(params, lr=1.0).step()
         chain.step()
@@ -104,6 +111,7 @@ def test_experts_are_those_of_one_process(rank, stage, dtype, number):
     for one, other in ((gate, plain[0]), (mine, same_expert)):
         for param, expected in zip(one.parameters(), other.parameters()):
             torch.testing.assert_close(param, expected, rtol=0, atol=1e-6 if dtype is torch.double else 0.02)
+    assert "save and load them one by one" in error_of(lambda: full_state_dict(chain))
 
 
 @on_ranks(2, bad=["text", True, 0, -100, math.nan, math.inf, "other"])

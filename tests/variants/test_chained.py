@@ -1,7 +1,5 @@
 """Two optimizers as one: a clip over both equals torch's over the whole model; so do accumulation and a state_dict."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,37 +58,6 @@ def test_two_optimizers_are_clipped_together(rank, stage, norm_type):
             optimizer.step()
             optimizer.zero_grad()
     assert_same(model, reference, exact=False)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
-@on_ranks(2, 4)
-def test_experts_count_once_whoever_holds_them(rank, norm_type):
-    """Give each rank of two, or each pair of ranks of four, an expert; the reference has all experts, and all data."""
-    ranks_of = [[0], [1]] if rank.world_size == 2 else [[0, 1], [2, 3]]  # the ranks of each expert
-    expert_of = [expert for expert, ranks in enumerate(ranks_of) for _ in ranks]  # the expert of each rank
-    number = expert_of[rank.rank]
-    group = [dist.new_group(ranks) for ranks in ranks_of][number]
-    torch.manual_seed(0)
-    plain = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(1 + len(ranks_of)))
-    shared, *experts = copy.deepcopy(plain)
-    optimizer = Chained(optimizer_of(STAGES[3])(shared.parameters(), torch.optim.SGD, lr=1.0),
-                        optimizer_of(STAGES[3])(experts[number].parameters(), torch.optim.SGD, lr=1.0,
-                                                process_group=group))
-    for r in range(rank.world_size):
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(r)) * (1 + 9 * r)
-        plain[1 + expert_of[r]](plain[0](x)).square().sum().backward()
-        if r == rank.rank:
-            experts[number](shared(x)).square().sum().backward()
-    for module, d in zip(plain, [rank.world_size, *map(len, ranks_of)]):
-        for param in module.parameters():
-            param.grad /= d
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
-    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), expected)
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    assert_same(shared, plain[0], exact=False)
-    assert_same(experts[number], plain[1 + number], exact=False)
-    assert "save and load them one by one" in error_of(lambda: checkpoint.full_state_dict(optimizer))
 
 
 @on_ranks(3)
