@@ -250,15 +250,20 @@ def parts_of(params) -> tuple:
 
 def agreed_sources(optimizer, process_group, group):
     """Return parts of a rank -> who sends these; the parameter groups. Raises on every rank if it can't move."""
-    no_group = None, dist.GroupMember.NON_GROUP_MEMBER
-    with errors_on_all(NOT_MOVED, group):
+    error, to = None, []
+    try:
+        no_group = None, dist.GroupMember.NON_GROUP_MEMBER
         if not isinstance(process_group, dist.ProcessGroup) and process_group not in no_group:
             kind = type(process_group).__name__
             raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
-        is_member = dist.get_rank(process_group) >= 0  # an error if it was destroyed
-        to = dist.get_process_group_ranks(process_group or dist.group.WORLD) if is_member else []
-        own = indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts_of(all_params(optimizer))
-    all_groups, all_have_grads, ranks, all_to, all_parts = zip(*all_gather(own, group))
+        if dist.get_rank(process_group) >= 0:
+            to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
+        error = refusal
+    own = indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts_of(all_params(optimizer)), error
+    all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*all_gather(own, group))
+    if any(errors):
+        raise error or next(filter(None, errors))
     if any(all_have_grads):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
     if len({tuple(len(group["params"]) for group in groups) for groups in all_groups}) > 1:
