@@ -71,7 +71,11 @@ class Bench:
     """Measures the parts of a bench in turn. `result` has all that was measured so far, and so has --json."""
 
     def __init__(self, args, workers, settings, row_ids, bar):
-        self.args, self.workers, self.settings, self.row_ids, self.bar = args, workers, settings, row_ids, bar
+        self.args = args
+        self.workers = workers
+        self.settings = settings
+        self.row_ids = row_ids
+        self.bar = bar
         self.result = None
         self.parts = self.parts_to_measure()
         self.started_at = time.monotonic()

@@ -97,7 +97,8 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
     """
     optimizer = unwrapped_optimizer(optimizer)
-    saver, error_prefix = saver_for(optimizer), f"checkpoint {path} can't be written"
+    saver = saver_for(optimizer)
+    error_prefix = f"checkpoint {path} can't be written"
     group = saver.group
     saver.finish_last()
     with errors_on_all(error_prefix, group):
@@ -375,7 +376,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         CheckpointError: anything else.
     """
     optimizer = unwrapped_optimizer(optimizer)
-    saver, error_prefix = saver_for(optimizer), f"checkpoint {path} can't be loaded"
+    saver = saver_for(optimizer)
+    error_prefix = f"checkpoint {path} can't be loaded"
     group = saver.group
     wait([saver.last])
     with errors_on_all(error_prefix, group, refusal):
@@ -405,7 +407,10 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
             raise ForeignCheckpoint(f"it is of {about['optimizer']}, this optimizer is {own_class}")
         groups = stored.groups(values, names_in_groups(optimizer, names), all_names(reports))
         schemas = schemas_of(optimizer, groups)
-        new_tensors, new_states, items, items_of_states = {}, {}, {}, {}
+        new_tensors = {}
+        new_states = {}
+        items = {}
+        items_of_states = {}
         for name, tensor in tensors.items():
             if id(tensor) not in new_tensors:  # tied ones once, by the first of their names
                 value = torch.empty(local(tensor).shape, dtype=tensor.dtype, device="cpu")
@@ -451,7 +456,9 @@ class Stored:
         self.prefix = "model." if has_prefix else ""  # torchtitan has none
         n_extras = sum(re.fullmatch(r"extra\.\d+", key) is not None for key in self.keys)
         self.key_of_extra = f"extra.{rank if n_extras == world_size else 0}"
-        self.states, self.options, paths = {}, {}, self.metadata.planner_data or {}
+        self.states = {}
+        self.options = {}
+        paths = self.metadata.planner_data or {}
         for key in [key for key in self.keys if key.startswith(OF_OPTIMIZER)]:
             path = paths.get(key, ())
             if path[:2] not in (STATE, GROUPS):  # torchtitan's
@@ -489,7 +496,8 @@ class Stored:
 
         `own_names`: of the parameters in each group of this rank's optimizer; `names_on_all_ranks`: of all ranks'.
         """
-        numbers, groups = sorted(place for place, keys in self.options.items() if "params" in keys), []
+        numbers = sorted(place for place, keys in self.options.items() if "params" in keys)
+        groups = []
         saved_names = [values[self.options[number]["params"]] for number in numbers]
         if numbers and [sorted(names) for names in saved_names] != [sorted(names) for names in names_on_all_ranks]:
             raise ForeignCheckpoint(f"its parameter groups are {summary(saved_names)}, this optimizer's "
@@ -503,7 +511,8 @@ class Stored:
 
     def key_of_tensor(self, name, dtype):
         """Return the key of a tensor of the model, or of its fp32 main parameter, so that it is rounded once only."""
-        key, main = f"{self.prefix}{name}", self.states.get(name, {}).get("main_param")
+        key = f"{self.prefix}{name}"
+        main = self.states.get(name, {}).get("main_param")
         if main and self.keys[key].properties.dtype != dtype and self.keys[main].size == self.keys[key].size:
             return main
         return key

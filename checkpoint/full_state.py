@@ -75,10 +75,13 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
-    group, groups, wholes = saver_of(group_of(optimizer)).group, None, {}
+    group = saver_of(group_of(optimizer)).group
+    groups = None
+    wholes = {}
     if rank_and_size(group)[0] == 0:
         try:
-            wholes, groups = wholes_in(state_dict, optimizer), state_dict["param_groups"]
+            wholes = wholes_in(state_dict, optimizer)
+            groups = state_dict["param_groups"]
             pickle.dumps(groups)  # fails now, and not while the others wait
         except Exception as error:  # the other ranks wait for the groups
             groups = error if isinstance(error, ValueError) else ValueError(f"this state_dict can't be read: {error!r}")
@@ -128,8 +131,10 @@ def refuse_several_groups(optimizer):
 
 def whole_states(optimizer, dst, all_main_params=False):
     """Iterate over (index, Whole) of each state that there is, on rank `dst`, None: on all. Collective."""
-    group, params = saver_of(group_of(optimizer)).group, all_params(optimizer)
-    (rank, _), names = rank_and_size(group), [f"parameter {index}" for index in range(len(params))]
+    group = saver_of(group_of(optimizer)).group
+    params = all_params(optimizer)
+    rank, _ = rank_and_size(group)
+    names = [f"parameter {index}" for index in range(len(params))]
     with errors_on_all(NOT_READ, group):
         pieces = pieces_of(optimizer)
         states = local_states(optimizer, pieces, all_main_params)
@@ -154,7 +159,8 @@ def whole_states(optimizer, dst, all_main_params=False):
 
 def passed_on(whole, owner, dst, error_prefix, group):
     """Return the Whole of rank `owner` on rank `dst`, None: on all; elsewhere an empty one. Collective."""
-    (rank, world_size), box = rank_and_size(group), [Whole({}, {}, {})]
+    rank, world_size = rank_and_size(group)
+    box = [Whole({}, {}, {})]
     with errors_on_all(error_prefix, group):
         if rank == owner:
             box = [whole._replace(values=copied(whole.values))]
@@ -177,7 +183,9 @@ def install_wholes(optimizer, wholes, groups, sources, own_source, error_prefix,
 
     `sources`: the ranks that have wholes. into_params: main parameters replace the model's parameters, too.
     """
-    params, main_params, new_states = all_params(optimizer), [], {}
+    params = all_params(optimizer)
+    main_params = []
+    new_states = {}
     with errors_on_all(error_prefix, group):
         pieces = pieces_of(optimizer)
     all_indices = all_gather([*wholes], group)
@@ -218,13 +226,16 @@ def wholes_in(state_dict, optimizer) -> dict[int, Whole]:
     """Return index -> Whole of the states in `state_dict`. Raises ValueError: they aren't this optimizer's."""
     if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
         raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    params, states, groups = all_params(optimizer), state_dict["state"], state_dict["param_groups"]
+    params = all_params(optimizer)
+    states = state_dict["state"]
+    groups = state_dict["param_groups"]
     given, own = ([len(group["params"]) for group in listed] for listed in (groups, optimizer.param_groups))
     if given != own:
         raise ValueError(f"this state_dict has groups of {given} parameters, this optimizer has {own}")
     if unknown := states.keys() - range(len(params)):
         raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    schemas, names = schemas_of(optimizer, groups), [f"parameter {index}" for index in range(len(params))]
+    schemas = schemas_of(optimizer, groups)
+    names = [f"parameter {index}" for index in range(len(params))]
     check_states(schemas, names, states, {index: param.shape for index, param in enumerate(params)})
     wholes = {}
     for index, state in sorted(states.items()):

@@ -123,15 +123,18 @@ def as_python(value):
 def schemas_of(optimizer, saved_groups=None) -> list[Schema | None]:
     """Return what is kept of each parameter. None: nobody knows. Raises ValueError: no step works with what was saved.
     """
-    schemas, saved_groups = [], iter(saved_groups or optimizer.param_groups)
+    schemas = []
+    saved_groups = iter(saved_groups or optimizer.param_groups)
     for owner, group in [(member, group) for member in members_of(optimizer) for group in member.param_groups]:
-        make, saved = getattr(owner, "make_optimizer", type(inner_of(owner))), next(saved_groups)
+        make = getattr(owner, "make_optimizer", type(inner_of(owner)))
+        saved = next(saved_groups)
         options = hyperparameters(group), hyperparameters(saved)
         kind = getattr(make, "func", make), repr((getattr(make, "keywords", {}), *map(with_sign_of_lr, options)))
         for param in group["params"]:
             shape, dtype = local(param).shape, param.dtype
             if steps_ranges(owner):  # each element by itself
-                shape, dtype = RANGE, torch.promote_types(dtype, torch.float32)
+                shape = RANGE
+                dtype = torch.promote_types(dtype, torch.float32)
             key = kind, shape, dtype, param.device
             if key not in TRIED:
                 TRIED[key] = schema_of(make, *options, shape, dtype, param.device)

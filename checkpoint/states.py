@@ -171,7 +171,8 @@ def layout_of(name, reports, common) -> Layout:
 
     `common`: paths of what isn't cut, whatever its shape says.
     """
-    tree, leads = next((report.tree for _, report in reports if report.entries), {}), {}
+    tree = next((report.tree for _, report in reports if report.entries), {})
+    leads = {}
     for path in dict.fromkeys(path for _, report in reports for path in report.entries):
         entries = [(rank, report.entries[path]) for rank, report in reports if path in report.entries]
         (first_rank, first), *others = entries
@@ -208,7 +209,9 @@ def parts_without_overlaps(ranges) -> list[Part]:
 def check_states(schemas, names, states, shapes):
     """Raise ValueError unless `states` fit their schemas and `shapes`, index -> shape of the piece."""
     for index, shape in shapes.items():
-        name, schema, state = names[index], schemas[index], with_specs(states.get(index, {}))
+        name = names[index]
+        schema = schemas[index]
+        state = with_specs(states.get(index, {}))
         if isinstance(state, dict) and "main_param" in state:
             main_param, state = state["main_param"], {key: state[key] for key in state if key != "main_param"}
             is_tensor = isinstance(main_param, Spec) and main_param.dtype in COMPUTABLE

@@ -44,7 +44,8 @@ from .optimizers import as_python, local, offsets_of
 
 METADATA = ".metadata"
 MOST_DIMENSIONS = 64  # of a tensor in torch
-DCP, DTYPES = "torch.distributed.checkpoint", {name for name in dir(torch) if type(getattr(torch, name)) is torch.dtype}
+DCP = "torch.distributed.checkpoint"
+DTYPES = {name for name in dir(torch) if type(getattr(torch, name)) is torch.dtype}
 ALLOWED = {
     *((f"{DCP}.metadata", name) for name in (
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
@@ -92,7 +93,9 @@ def range_boxes(flat, param, start=0) -> Boxes:
 
     `flat` may also be of a state of the same shape, or of a stack of such states with leading dimensions `lead`.
     """
-    lead, views, place = flat.shape[:-1], {}, 0
+    lead = flat.shape[:-1]
+    views = {}
+    place = 0
     for begin, sizes in boxes_of(tuple(local(param).shape), start, start + flat.shape[-1]):
         offsets = map(sum, zip(begin, offsets_of(param)))
         stop = place + math.prod(sizes)

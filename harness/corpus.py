@@ -95,7 +95,10 @@ class Batches:
         if len(data) <= sequence_length:
             raise ValueError(f"{len(data)} bytes to train on are too few for one sequence of {sequence_length} + 1")
         self.data, self.batch_size, self.sequence_length = data, batch_size, sequence_length
-        self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, torch.device(device)
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.device = torch.device(device)
 
     def batch(self, step):
         """Return (tokens, targets), each (B, T) int64 on the device. The target of a byte is the byte after it."""

@@ -41,7 +41,8 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
     received = input.new_empty(2, d, min(numel, out.numel()))  # the first is added up while the second fills
     next_works = exchange(pieces, received, 0, rank, group)
     for number, piece in enumerate(out.split(numel)):
-        works, next_works = next_works, exchange(pieces, received, number + 1, rank, group)
+        works = next_works
+        next_works = exchange(pieces, received, number + 1, rank, group)
         for work in works:
             work.wait()
         arrived = received[number % 2, :, : piece.numel()]

@@ -142,7 +142,8 @@ def share_layers(model, tp, rank):
 
     mesh = init_device_mesh(rank.device.type, (rank.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
     sequence = Shard(1)  # of (B, T, C)
-    columns, rows = by.ColwiseParallel(input_layouts=sequence), by.RowwiseParallel(output_layouts=sequence)
+    columns = by.ColwiseParallel(input_layouts=sequence)
+    rows = by.RowwiseParallel(output_layouts=sequence)
     for block in model.blocks:
         by.parallelize_module(block, mesh["tp"], {
             "attention_norm": by.SequenceParallel(), "attention.to_qkv": columns, "attention.project": rows,

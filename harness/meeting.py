@@ -106,7 +106,9 @@ def _missing_ranks():
 
     def ask():
         with contextlib.suppress(ValueError, RuntimeError):  # the ranks never met, or the store has gone
-            store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+            store = dist.distributed_c10d._get_default_store()
+            rank = dist.get_rank()
+            world_size = dist.get_world_size()
             store.set(f"lost another: {rank}", "")
             silent = [other for other in range(world_size) if other != rank]
             deadline = time.monotonic() + MISSING_S

@@ -205,7 +205,9 @@ def drawn_steps(name):
 def figures():
     """Return {name: text} of figures inside sentences, which stand between <!--name--> and <!--end-->."""
     plan = saved.load("plan.json")
-    memory, published, check = plan.sheets["memory"], plan.sheets["published"], plan.figures
+    memory = plan.sheets["memory"]
+    published = plan.sheets["published"]
+    check = plan.figures
     ms_70b = saved.load("plan_70b.json").sheets["ranks"].numbers("1024")
     keys = [column.key for column in published.columns]
     runs = [dict(zip(keys, cells)) for cells in published.rows]

@@ -277,7 +277,8 @@ def main():
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
         report = plan(args, workers)
         if args.check:
-            own_runs, published_runs = workers.submit(plan_check.two_hosts), workers.submit(plan_check.published)
+            own_runs = workers.submit(plan_check.two_hosts)
+            published_runs = workers.submit(plan_check.published)
             plan_check.add_to(report, own_runs.result(), published_runs.result())
     texts = [*(f"{sheet_text(sheet)}\n" for sheet in report.sheets.values()), pictures.text(list(report.steps.items()))]
     command_line.write_and_show(args.json, to_json(report), fail, lambda: print("\n".join(texts)))

@@ -27,7 +27,9 @@ from harness.workers import Workers
 RANKS, WIDTH, BYTES_PER_PARAMETER = 2, 1024, 12  # the last: fp32 parameters and two moments
 DISK_OF = {"disk, write": None, "torch.save": "disk, write", "checkpoint.save": "disk, write",
            "disk, read": None, "torch.load": "disk, read", "checkpoint.load": "disk, read"}
-CALL, STEP, STEP_BEHIND = "the call of an asynchronous save", "a step", "a step while it is written"
+CALL = "the call of an asynchronous save"
+STEP = "a step"
+STEP_BEHIND = "a step while it is written"
 
 
 def write_flushed(path, write):

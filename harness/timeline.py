@@ -35,7 +35,9 @@ class Recorder(Ledger):
     def __init__(self, memory):
         super().__init__()
         self.memory = memory
-        self.busy, self.phases, self.live = [], [], [(time.perf_counter(), memory.live)]
+        self.busy = []
+        self.phases = []
+        self.live = [(time.perf_counter(), memory.live)]
 
     @contextmanager
     def phase(self, name):

@@ -79,7 +79,8 @@ def parse_args(description, arguments=None):
 
     def parse():
         args = parser.parse_args(arguments)
-        model, n_ranks = MODELS[args.model], dist.get_world_size() if dist.is_initialized() else 1
+        model = MODELS[args.model]
+        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
         args.sequence_length = args.sequence_length or min(128, model.block_size)
         if args.sequence_length > model.block_size:
             parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
@@ -176,7 +177,8 @@ class Run:
 
     def say_conditions(self):
         args, (_, world_size, device, backend) = self.args, self.rank
-        script, n_params = Path(sys.argv[0]).resolve(), sum(param.numel() for param in self.model.parameters())
+        script = Path(sys.argv[0]).resolve()
+        n_params = sum(param.numel() for param in self.model.parameters())
         cpu = f"CPU with {torch.get_num_threads()} thread(s)"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         stdlib = f"the source of the standard library of Python {platform.python_version()}"

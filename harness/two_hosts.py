@@ -87,7 +87,8 @@ def bits_per_second(rate):
 # ------------------------ Two network namespaces of Linux, joined by a link that is held to a rate, and gone afterwards
 
 
-NETWORK, ADDRESSES = "10.99.0.0/24", ["10.99.0.1", "10.99.0.2"]  # inside namespaces: nobody else sees them
+NETWORK = "10.99.0.0/24"  # inside namespaces: nobody else sees it
+ADDRESSES = ["10.99.0.1", "10.99.0.2"]
 TCP = "cubic"  # Linux's default, whatever this machine has set: how senders find the rate is part of a figure
 CLONE_NEWNET = 0x40000000  # of <sched.h>
 

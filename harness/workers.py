@@ -45,7 +45,10 @@ class Workers(contextlib.AbstractContextManager):
     """
 
     def __init__(self, world_size, timeout_s=120, limit_s=None, enter=None):
-        self.world_size, self.timeout_s, self.limit_s, self.enter = world_size, timeout_s, limit_s, enter
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.limit_s = limit_s
+        self.enter = enter
         self.processes, self.pipes = [], []
         self._start()
 

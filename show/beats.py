@@ -195,7 +195,9 @@ BEATS = {
 
 def facts(recording):
     """Return what the sentences say in numbers: elements, bytes of fp32, and what the ranks own."""
-    numel, d, params = sum(recording["params"]), recording["ranks"], recording["params"]
+    numel = sum(recording["params"])
+    d = recording["ranks"]
+    params = recording["params"]
     owned = sorted(Counter(recording["owners"]).values())
     n_buckets = sum(operation["kind"] == "reduce-scatter" for operation in recording["operations"])
     half = 4 * numel * (d - 1) // d
@@ -209,7 +211,9 @@ def formulas(id, recording):
     """Return what a rank sends in a step, and holds after one, before zero_grad: as text and in bytes, with AdamW."""
     numel, d = sum(recording["params"]), recording["ranks"]
     rows = {storage["row"]: storage["numel"] for storage in recording["storages"]}
-    twice, thrice, sharded = "2·4Ψ·(d-1)/d", "3·4Ψ·(d-1)/d", ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)
+    twice = "2·4Ψ·(d-1)/d"
+    thrice = "3·4Ψ·(d-1)/d"
+    sharded = ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)
     sent, held = {
         "0": ((twice, 8 * numel), ("16Ψ", 16 * numel)),
         "1": ((thrice, 12 * numel), sharded),

@@ -49,7 +49,9 @@ def folded(events):
 
 def in_frames(ranks):
     """`ranks`: events of each. -> of each frame {rank: its event}, of ranks that move in it; events get its number."""
-    waiting, frames, begun = [deque(events) for events in ranks], [], Counter()
+    waiting = [deque(events) for events in ranks]
+    frames = []
+    begun = Counter()
     callers = Counter(operation.key for events in ranks for event in events for operation in event.starts)
     while any(waiting):
         frame = {rank: events[0] for rank, events in enumerate(waiting)
@@ -66,7 +68,8 @@ def in_frames(ranks):
 
 def recording(records, program, title=""):
     """`records`: what `record_rank` returns, of each rank -> a recording."""
-    ranks, sources = [record["events"] for record in records], records[0]["sources"]
+    ranks = [record["events"] for record in records]
+    sources = records[0]["sources"]
     functions = [function for file, source in enumerate(sources.values())
                  for function in functions_in(file, ast.parse(source))]
     used = ((rank, uid) for rank, events in enumerate(ranks) for event in events for uid in event.memory)

@@ -8,7 +8,14 @@ from itertools import permutations, product
 
 from .picture import Cell, Picture, spans
 
-RANKS, LEFT, RANK, GAP, CELL, LINE, WIDTH, END_S = range(4), 78, 92, 12, 23, 15, 492, 15
+RANKS = range(4)
+LEFT = 78  # pixels
+RANK = 92  # width of a rank
+GAP = 12
+CELL = 23
+LINE = 15
+WIDTH = 492
+END_S = 15
 SENDS = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
 # Histories are (second, what there is from then on), …: of a row for the quarter that a rank averages, and for others.
 DDP = {

@@ -51,7 +51,8 @@ class Table:
     def find(self, value, element):
         """-> the label of the nearest value, of `element` if that is known; or None."""
         margin = abs(value) * self.tolerance
-        first, last = bisect.bisect_left(self.values, value - margin), bisect.bisect_right(self.values, value + margin)
+        first = bisect.bisect_left(self.values, value - margin)
+        last = bisect.bisect_right(self.values, value + margin)
         near = [(abs(known - value), label) for known, label in self.entries[first:last]]
         at_home = [(distance, label) for distance, label in near if label.element == element]
         return min(at_home or near)[1] if near else None

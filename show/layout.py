@@ -9,7 +9,9 @@ def places(recording):
     """Return for each storage the place of each of its cells: [column, line]."""
     homes, of_storages = homes_of_elements(recording), []
     for storage in recording["storages"]:
-        row, numel, number = storage["row"], storage["numel"], part_number(storage)
+        row = storage["row"]
+        numel = storage["numel"]
+        number = part_number(storage)
         before = {part_number(other): other for other in recording["storages"]
                   if (other["rank"], other["row"]) == (storage["rank"], row) and part_number(other) < number}.values()
         if row == "BucketBuffer.sent":  # a line: its columns aren't those of buckets

@@ -79,7 +79,8 @@ def all_recordings():
             storage["places"] = places
     recordings, hidden = [], []
     for shown in SHOWN:
-        recording, right = recorded[shown.program], recorded.get(shown.right)
+        recording = recorded[shown.program]
+        right = recorded.get(shown.right)
         details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug,
                    "beats": beats.resolved(shown.id, recording, right)}
         if shown.is_bug:

@@ -39,7 +39,11 @@ class Picture:
     """What is added is seen from one second to another, and perhaps again; and always where none is given."""
 
     def __init__(self, title, width, seconds, still):
-        self.title, self.width, self.height, self.seconds, self.still = title, width, 0, seconds, still
+        self.title = title
+        self.width = width
+        self.height = 0
+        self.seconds = seconds
+        self.still = still
         self.spans = {}  # text of a shape, or Cell -> (from, to), …
         self.flights = {}  # (from, to), x and y of the way -> Cells
 
@@ -78,7 +82,8 @@ class Picture:
         for shape, spans in self.spans.items():
             groups.setdefault((str(shape).startswith("<text"), *spans), []).append(shape)
         for (_, *spans), shapes in sorted(groups.items(), key=lambda group: group[0][0]):  # words on top of all else
-            name, is_still = f"s{len(rules)}", any(start <= self.still < stop for start, stop in spans)
+            name = f"s{len(rules)}"
+            is_still = any(start <= self.still < stop for start, stop in spans)
             rules[name] = {0: HIDDEN} | {second: style for span in spans for second, style in zip(span, (SEEN, HIDDEN))}
             body.append(f'<g class="{name}" opacity="{is_still:d}">{drawn(shapes)}</g>')
         for (start, stop, dx, dy), cells in self.flights.items():

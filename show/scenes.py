@@ -11,7 +11,12 @@ from .frames import Memory
 from .picture import Cell, Picture, spans
 from .terminal import short
 
-N_RANKS, LEFT, RANK, GAP, LINE, BAR = 4, 8, 110, 12, 16, 13  # pixels: RANK: the width of one; LINE: a cell's height
+N_RANKS = 4
+LEFT = 8  # pixels
+RANK = 110  # width of a rank
+GAP = 12
+LINE = 16  # height of a cell
+BAR = 13
 WIDTH = 2 * LEFT + N_RANKS * RANK + (N_RANKS - 1) * GAP
 FLIGHT_S, NEXT_FLIGHT_S, READING_S = 1.3, 0.25, 1.9
 
@@ -35,7 +40,10 @@ class Panel:
     """The memory of all ranks: rows below each other from `top` on; `bottom` is below the last."""
 
     def __init__(self, picture, recording, rows, top):
-        self.picture, self.recording, self.bottom, self.tops = picture, recording, top + 20, {}
+        self.picture = picture
+        self.recording = recording
+        self.bottom = top + 20
+        self.tops = {}
         for rank in range(N_RANKS):
             picture.rect(LEFT + rank * (RANK + GAP), top, RANK - 2, 3, f"own o{rank}")
             picture.text(LEFT + rank * (RANK + GAP), top + 15, f"rank {rank}")
@@ -56,7 +64,8 @@ class Panel:
         storage, cells = self.recording["storages"][number], []
         for (value, kind, element, _), (column, line) in zip(values, storage["places"][first:]):
             owner = storage["rank"] if element is None or kind == "moment" else self.recording["owners"][element]
-            x, y = LEFT + storage["rank"] * (RANK + GAP) + column * self.width, self.tops[storage["row"]] + line * LINE
+            x = LEFT + storage["rank"] * (RANK + GAP) + column * self.width
+            y = self.tops[storage["row"]] + line * LINE
             words = "" if kind in ("padding", "garbage", "unset", "moment") else short(value, 4)
             cells.append(Cell(kind, owner, x, y, self.width, LINE, words))
         return cells
@@ -91,25 +100,34 @@ def timetable(recording):
 
     What leaves before another message has arrived is in flight together with it, and what leaves later isn't.
     """
-    captions, changes, flights, second, before = [], [], [], 0.0, 0
+    captions = []
+    changes = []
+    flights = []
+    second = 0.0
+    before = 0
     for beat in filter(lambda beat: beat["caption"], recording["beats"]):
         captions.append((second, beat))
         arriving = [operation for operation in recording["operations"]
                     if before < span_of(operation)[1] <= beat["frame"]]
-        pace, landing = (FLIGHT_S + NEXT_FLIGHT_S * (len(arriving) - 1)) / (len(arriving) + 1), second
+        pace = (FLIGHT_S + NEXT_FLIGHT_S * (len(arriving) - 1)) / (len(arriving) + 1)
+        landing = second
         for number, operation in enumerate(arriving, 2):
             changes.append((landing, span_of(operation)[1] - 1))
             landing = second + pace * number
             arrived = [stop for _, stop, earlier in flights if span_of(earlier)[1] <= span_of(operation)[0]]
             flights.append((max([landing - 2 * pace, *arrived]), landing, operation))
         changes.append((landing, beat["frame"]))
-        second, before = max(second + 1.2, landing) + READING_S, beat["frame"]
+        second = max(second + 1.2, landing) + READING_S
+        before = beat["frame"]
     return captions, changes, flights, second
 
 
 def draw_timeline(picture, recording, changes, top):
     """Draw what runs, from left to right, and below it what is in flight: each bucket, or else each kind of message."""
-    frames, operations, left, lines = recording["frames"], recording["operations"], LEFT + 88, {}
+    frames = recording["frames"]
+    operations = recording["operations"]
+    left = LEFT + 88
+    lines = {}
     scale = (WIDTH - LEFT - left) / len(frames)
     backward = [index for index, frame in enumerate(frames) if (frame["step"], frame["phase"]) == (0, "backward")]
     forward = [index for index, frame in enumerate(frames) if frame["step"] == 1]
@@ -119,7 +137,8 @@ def draw_timeline(picture, recording, changes, top):
         picture.text(min(left + (first + last) / 2 * scale, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
     buckets = [operation["params"] for operation in operations if operation["kind"] == "reduce-scatter"]
     for operation in operations:
-        (first, last), kind = span_of(operation), f"bar {operation['what']}"
+        first, last = span_of(operation)
+        kind = f"bar {operation['what']}"
         name = f"bucket {1 + buckets.index(operation['params'])}" if len(buckets) > 1 else operation["kind"]
         y = top + BAR * lines.setdefault(name, 1 + len(lines))
         picture.text(LEFT, y + 9, name)

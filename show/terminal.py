@@ -22,7 +22,8 @@ def short(value, room=5):
 
 def draw_row(memory, rank, numbers):
     """-> the line of one rank."""
-    line, recording = rich.text.Text(f"  rank {rank} "), memory.recording
+    line = rich.text.Text(f"  rank {rank} ")
+    recording = memory.recording
     alive = [number for number in numbers if memory.cells.get(number)]
     for number in alive:
         starts, before = {0}, None
@@ -43,7 +44,9 @@ def draw_row(memory, rank, numbers):
 def play(recording):
     """Prints the frames in which memory changes or a message leaves, and the last."""
     say = functools.partial(rich.console.Console(highlight=False).print, soft_wrap=True)
-    escape, memory, frames = rich.markup.escape, Memory(recording), recording["frames"]
+    escape = rich.markup.escape
+    memory = Memory(recording)
+    frames = recording["frames"]
     say(f"[bold]{escape(recording['title'])}[/]\n{EXPLANATION}\n")
     for index, frame in enumerate(frames):
         changed = memory.take(frame)

@@ -191,11 +191,13 @@ class Trace:
             for tensor, row in ((param, "parameters"), (param.grad, "gradients")):
                 if tensor is not None:
                     see(tensor, row, f"p{index}")
-                    storage, offset = self.storages[self.uid_of(tensor)], tensor.storage_offset()
+                    storage = self.storages[self.uid_of(tensor)]
+                    offset = tensor.storage_offset()
                     storage.is_model |= tensor is param
                     storage.elements.update((offset + i, first + i) for i in range(tensor.numel()))
             first += param.numel()
-        seen, in_core = set(), [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
+        seen = set()
+        in_core = [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
         for core in (*(frame.f_locals.get("self") for frame, _ in in_core), self.optimizer):
             self.walk(core, "", see, seen)
         for index, (param, state) in enumerate(self.stepped().items()):

@@ -58,7 +58,8 @@ class Wires(TorchDispatchMode):
             return self.communicate(function, args, kwargs, kind, *used, arguments)
         written = []
         for argument in schema.arguments:
-            alias, tensors = argument.alias_info, tensors_of(arguments.get(argument.name))
+            alias = argument.alias_info
+            tensors = tensors_of(arguments.get(argument.name))
             written += tensors if alias and alias.is_write else []
             if not alias or alias.is_write and argument.name != "out" and schema.name not in WRITES_ONLY:
                 self.recorder.record_access(tensors, "read")

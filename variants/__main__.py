@@ -33,7 +33,9 @@ from variants.muon import UNEVEN, owners
 from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
-STAGE_3, STAGE_4, BF16 = catalogue.GRAD_BUFFER, catalogue.OVERLAP, catalogue.OVERLAP_BF16
+STAGE_3 = catalogue.GRAD_BUFFER
+STAGE_4 = catalogue.OVERLAP
+BF16 = catalogue.OVERLAP_BF16
 # A row of the table: the row that it is compared with, what others call it, when to take it.
 TableRow = namedtuple("TableRow", "base elsewhere when")
 ROWS = {  # by the bench's names

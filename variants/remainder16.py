@@ -24,7 +24,9 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 class SplitParameter(PartitionedParameter):
     def __init__(self, shard):
-        self.shard, self.main, self.remainder = shard, shard.float(), torch.zeros_like(shard, dtype=torch.int16)
+        self.shard = shard
+        self.main = shard.float()
+        self.remainder = torch.zeros_like(shard, dtype=torch.int16)
 
     @property
     def main_shard(self):

@@ -122,7 +122,8 @@ class SumsLeaves:
 
     def own_leaves(self):
         """Return the range of leaves that this rank computes, in this order."""
-        rank, n_own = dist.get_rank(self.process_group), self.leaves // dist.get_world_size(self.process_group)
+        rank = dist.get_rank(self.process_group)
+        n_own = self.leaves // dist.get_world_size(self.process_group)
         return range(rank * n_own, (rank + 1) * n_own)
 
     def mean_over_leaves(self, losses):
