@@ -225,6 +225,7 @@ MIB = 2**20
     ([MIB, 9 * MIB, MIB], ["f32"] * 3, 4 * MIB, [[2, 1], [0]]),  # one is larger than the cap
     ([MIB, 9 * MIB, 4 * MIB], ["f32"] * 3, 4 * MIB, [[2], [1], [0]]),
     ([8, 8], ["f32"] * 2, MIB, [[1, 0]]),
+    ([1, 3, 4], ["f32"] * 3, 4, [[2], [1, 0]]),  # a byte short of the cap
     ([MIB] * 6, ["bf16", "f32"] * 3, 2 * MIB, [[5, 3], [4, 2], [1], [0]])])
 def test_buckets_hold_whole_parameters_of_a_dtype_in_reverse_order_and_are_closed_at_the_cap(
         nbytes, dtypes, cap, expected):
