@@ -88,8 +88,7 @@ def further(grader, check, wrong):
 
 def mends(number, grader, hint):
     """Print whether a drill is mended, or a hint -> whether it is. The check that sees the fault is first, unnamed."""
-    drill = exercises.drills()[number]
-    levels = [checks_of(level, grader) for level in LEVELS]
+    drill, levels = exercises.drills()[number], [checks_of(level, grader) for level in LEVELS]
     print(f"Grading drill {number}: {drill.title}", flush=True)
     sees = next(check for check in [*OF_DRILLS, *levels[0][1], *levels[1][1]] if check.name == drill.check)
     for title, checks in [(REPORTED, [Check("what is reported", sees.function)]), *levels]:
@@ -119,9 +118,7 @@ def hints(drill, wrong, hint):
 
 def what_next(grader):
     """Return what a learner does after a right verdict: the next drill, or the chapter after an exercise."""
-    package = grader.package
-    number = exercises.number_of_drill(grader.package)
-    stage = grader.facts.exercise_of
+    package, number, stage = grader.package, exercises.number_of_drill(grader.package), grader.facts.exercise_of
     if number in exercises.drills() and number + 1 in exercises.drills():
         return f"rm -rf {package} && make exercise STAGE=drill{number + 1} TO={package}"
     if number:

@@ -104,9 +104,7 @@ class Movement:
     method that explains them returns (what came, the likely cause), or () where it is something else."""
 
     def __init__(self, case, ranks):
-        self.case = case
-        self.ranks = ranks
-        self.d = len(ranks)
+        self.case, self.ranks, self.d = case, ranks, len(ranks)
         self.start = case.start()
         self.own_grads = torch.stack([case.grad(rank) for rank in range(self.d)])
         self.mean_grad = self.own_grads.mean(dim=0)

@@ -13,9 +13,7 @@ HINT = "the table of chapter 3: in turn k rank r sends part r - 1 - k, and adds 
 
 def call(candidate):
     """Return {name: (what it makes of values by hand, [(kind, bytes) that it sends, …])}. Part p is 10^r · (p + 1)."""
-    module = sys.modules[candidate.package]
-    rank = candidate.rank
-    d = torch.distributed.get_world_size()
+    module, rank, d = sys.modules[candidate.package], candidate.rank, torch.distributed.get_world_size()
     parts = (10.0**rank * torch.arange(1.0, d + 1))[:, None].expand(d, N).contiguous()
     results = {}
     for name, argument in ("reduce_scatter", parts.clone()), ("all_gather", torch.full((N,), rank + 1.0)):

@@ -112,9 +112,7 @@ def watch_for_hangs(ended, still_s, busy_s):
     """Report where the main thread is when this process has done nothing for `still_s` seconds, and when it goes on;
     and when it has computed for `busy_s`. The processor's time counts, which a busy machine takes longer to give."""
     main = threading.main_thread().ident
-    used_s = time.process_time()
-    since = time.monotonic()
-    was_stuck = False
+    used_s, since, was_stuck = time.process_time(), time.monotonic(), False
     end_s = used_s + busy_s
     while not ended.wait(0.25):
         processor_s = time.process_time()
@@ -140,11 +138,7 @@ def watched(rank, package, beside_ddp, limits, function, *args):
     """Return function(candidate, *args), and report what happens on the way, in the package's import too. Refuse a
     package that replaces functions of ours, which are noted before it is imported: it would judge itself."""
     silence()
-    judges_at_the_end = judges
-    judges_before = judges()
-    tell = event
-    place_of = where
-    ended = threading.Event()
+    judges_at_the_end, judges_before, tell, place_of, ended = judges, judges(), event, where, threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
 
     def refuse_replaced():
@@ -182,9 +176,7 @@ def submodule(package, name):
 
 def look(candidate):
     """Return facts of the class, as far as the process that grades has to know: it never imports the package."""
-    cls = candidate.cls
-    signature = ""
-    refusal = ""
+    cls, signature, refusal = candidate.cls, "", ""
     keywords = {"lr": LR} if candidate.beside_ddp else {"lr": LR, "process_group": None}
     try:
         signature = inspect.signature(cls)

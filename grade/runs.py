@@ -128,10 +128,7 @@ class Training:
     """Trains as a Run says, on one rank, and notes in `seen` what it sees."""
 
     def __init__(self, candidate, run, ranks, factor):
-        self.candidate = candidate
-        self.run = run
-        self.ranks = ranks
-        self.factor = factor
+        self.candidate, self.run, self.ranks, self.factor = candidate, run, ranks, factor
         self.entries, self.seen = candidate.entries, Seen()
         self.stepped = set()  # optimizers of torch
         self.step_start = self.backward_stop = 0  # indices into `entries`: of this step, and of its update
@@ -145,8 +142,7 @@ class Training:
             losses.forward = self.loss  # what DistributedDataParallel calls
             self.loss = DistributedDataParallel(losses, gradient_as_bucket_view=True)
         self.optimizer = run.make(self.candidate, model)
-        self.model = model
-        self.scheduler = run.scheduler(self.optimizer)
+        self.model, self.scheduler = model, run.scheduler(self.optimizer)
         self.parts = self.model, self.optimizer, self.scheduler
         if run.reloads:
             model.load_state_dict(run.model(OTHER_SEED).state_dict())

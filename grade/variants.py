@@ -54,8 +54,7 @@ class Case(Run):
 
     def make(self, candidate, model):
         module = importlib.import_module(self.module or candidate.package)
-        optimizer_cls, kwargs = OPTIMIZERS[self.optimizer]
-        params = list(model)
+        (optimizer_cls, kwargs), params = OPTIMIZERS[self.optimizer], list(model)
         if self.max_norms:
             halves = {"stage2_allgather": params[:2], "stage4_overlap": params[2:]}
             return module.Chained(*(importlib.import_module(stage).DistributedOptimizer(half, optimizer_cls, **kwargs)
