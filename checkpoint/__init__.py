@@ -10,7 +10,6 @@ package, and it imports no stage. This is the interface that it uses of a stage'
     optimizer.param_groups       as torch has them: the whole parameters of the model
     optimizer.optimizer          the inner torch optimizer: it updates what this rank owns, in groups like ours
     optimizer.process_group      the ranks that share the work; None: all
-    optimizer.rank               of this process in process_group; -1: in none since reshard()
     optimizer.pieces()           -> [(param, start, stop, main), …]: this rank updates the flat elements start to stop
                                  of `param` (of its local part, if it is a DTensor). The inner optimizer knows them as
                                  the tensor `main`. Stages 1 and 2 have whole parameters, and main is param; stages 3
@@ -21,6 +20,7 @@ package, and it imports no stage. This is the interface that it uses of a stage'
     optimizer.refuse_different_settings()    an error on every rank if the groups of the ranks have different values
     optimizer.move_to(process_group)         stages 3 and 4: exchange the shards for those of the new rank, no state
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()
+    optimizer.rank                           stages 3 and 4: of this process in process_group; -1: in none
 """
 
 from .errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, UnfitModel

@@ -113,8 +113,6 @@ class Chained(OptimizerList):
     # ------------------------------------------------------------------------------------ what checkpoint/ uses
 
     optimizer = property(lambda self: InnerOptimizers(part.optimizer for part in self.optimizers))
-    has_grads = property(lambda self: any(part.has_grads for part in self.optimizers))
-    rank = property(lambda self: self.optimizers[0].rank)
     pass_on_hyperparameters = method_of_each("pass_on_hyperparameters")
     refuse_different_settings = method_of_each("refuse_different_settings")
     pieces = method_of_each("pieces")
