@@ -189,7 +189,7 @@ def test_a_chain_has_what_an_optimizer_has(rank, stage):
     chain.zero_grad()
     sum(param.sum() for param in model.parameters()).mul(torch.inf if rank.rank else 1.0).backward()
     error = error_of(lambda: chain.clip_grad_norm_(1.0, error_if_nonfinite=True))
-    assert "the norm of all gradients is" in error
+    assert "the norm of all gradients is" in error and not chain.clip_grad_norm_(1.0).isfinite()
     chain.zero_grad()
     assert "call add_param_group() of one in Chained.optimizers" in error_of(
         lambda: chain.add_param_group({"params": []}), TypeError)
