@@ -45,10 +45,10 @@ class Whole(NamedTuple):
 
 @torch.no_grad()
 def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> dict[str, Any]:
-    """The state_dict() of the plain torch optimizer, on rank 0, or on all ranks; on the CPU. Collective.
+    """The state_dict() of the plain torch optimizer, on rank 0 of its process group, or on all ranks. Collective.
 
-    Returns {} on the other ranks. For 16-bit parameters the state is in fp32; it has a "main_param" for each parameter
-    that was updated, and whose state wasn't cleared since.
+    Tensors are on the CPU. Returns {} on the other ranks. For 16-bit parameters the state is in fp32; it has a
+    "main_param" for each parameter that was updated, and whose state wasn't cleared since.
 
     Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
@@ -58,7 +58,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     if rank < 0 and not to_all:
         return {}
     params, state = all_params(optimizer), {}
-    for index, (tree, values, leads) in whole_states(optimizer, None if to_all else 0):
+    for index, (tree, values, leads) in whole_states(optimizer, to_all):
         shaped = {path: in_shape(values[path], params[index]) for path in leads}
         state[index] = filled(tree, {**values, **shaped})
     if rank > 0 and not to_all:
@@ -76,20 +76,21 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
     group = saver_of(group_of(optimizer)).group
+    source = first_rank(optimizer, group)
     groups = None
     wholes = {}
-    if rank_and_size(group)[0] == 0:
+    if rank_and_size(group)[0] == source:
         try:
             wholes = wholes_in(state_dict, optimizer)
             groups = state_dict["param_groups"]
             pickle.dumps(groups)  # fails now, and not while the others wait
         except Exception as error:  # the other ranks wait for the groups
             groups = error if isinstance(error, ValueError) else ValueError(f"this state_dict can't be read: {error!r}")
-    groups, *_ = all_gather(groups, group)
+    groups = all_gather(groups, group)[source]
     if isinstance(groups, ValueError):
         raise groups
     groups = copy.deepcopy(groups)  # without other ranks they are the caller's own, which a step would change
-    install_wholes(optimizer, wholes, groups, [0], 0, NOT_LOADED, group, into_params=True)
+    install_wholes(optimizer, wholes, groups, [source], source, NOT_LOADED, group, into_params=True)
 
 
 @torch.no_grad()
@@ -112,8 +113,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     sources, groups = agreed_sources(optimizer, process_group, group)
     own_source = sources[parts_of(params)]
     with errors_on_all(NOT_MOVED, group):
-        states = whole_states(optimizer, None, all_main_params=True) if optimizer.rank >= 0 else []
-        wholes = {index: whole for index, whole in states if optimizer.rank == 0}
+        wholes = dict(whole_states(optimizer, all_main_params=True)) if optimizer.rank >= 0 else {}
     for index, param in enumerate(params):
         if optimizer.rank < 0:
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
@@ -129,12 +129,20 @@ def refuse_several_groups(optimizer):
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
-def whole_states(optimizer, dst, all_main_params=False):
-    """Iterate over (index, Whole) of each state that there is, on rank `dst`, None: on all. Collective."""
+def first_rank(optimizer, group):
+    """Return the rank that the first of the optimizer's process group has in `group`, whose order may be another."""
+    if group is None:
+        return 0
+    return dist.get_group_rank(group, dist.get_global_rank(group_of(optimizer) or dist.group.WORLD, 0))
+
+
+def whole_states(optimizer, to_all=False, all_main_params=False):
+    """Iterate over (index, Whole) of each state that there is, on the first rank or on all. Collective."""
     group = saver_of(group_of(optimizer)).group
     params = all_params(optimizer)
     rank, _ = rank_and_size(group)
     names = [f"parameter {index}" for index in range(len(params))]
+    dst = None if to_all else first_rank(optimizer, group)
     with errors_on_all(NOT_READ, group):
         pieces = pieces_of(optimizer)
         states = local_states(optimizer, pieces, all_main_params)

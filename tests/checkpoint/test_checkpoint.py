@@ -1,6 +1,7 @@
 """Nothing is lost: one dict, files, other ranks and stages, plain torch. Each time the next step must be the same."""
 
 import copy
+import inspect
 import itertools
 
 import numpy as np
@@ -413,6 +414,19 @@ def test_a_move_to_different_groups_or_from_several_is_refused_on_every_rank(ran
     with nothing_changes(model, optimizer), pytest.raises((RuntimeError, TypeError, ValueError),
                                                           match=why or "on each of its ranks|not registered"):
         reshard(optimizer, group)
+
+
+@on_ranks(2, stage=STAGES)
+def test_the_first_rank_of_a_group_has_its_state_whatever_order_the_group_has(rank, stage):
+    can_be_unsorted = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch > 2.11
+    group = dist.new_group([1, 0], **({"sort_ranks": False} if can_be_unsorted else {}))
+    runs = [a_run(rank, stage, group, steps=2), a_run(rank, stage, group, seed=1)]
+    state_dict, on_all = full_state_dict(runs[0][1]), full(runs[0][1])
+    assert equal(state_dict, on_all if dist.get_rank(group) == 0 else {})
+    load_full_state_dict(runs[1][1], state_dict or None)
+    if stage in SHARDED:
+        reshard(runs[0][1], None)
+    assert equal(full(runs[0][1]), full(runs[1][1])) and full(runs[1][1])["state"]
 
 
 @on_ranks(3, stage=SHARDED)
