@@ -1,69 +1,48 @@
-"""An optimizer's state as one dict, or on other ranks: put together from its pieces and cut again.
+"""An optimizer's state as one dict, or on other ranks: a gather of its parts, and a cut.
 
-All of it goes through memory, the state of one parameter at a time: ranks send each other pickled tensors of the CPU. A
-rank holds its old part, its new part, one whole parameter's state a few times, and the result if it wants one. When an
-optimizer moves, the first of its ranks holds the result. Large models go by files.
+All of it goes through memory, the state of one parameter at a time: ranks send each other pickled tensors of the CPU.
+One rank holds the whole. Large models go by files.
 """
 
 import copy
-import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-from guard.schema import leading_dims_of
+from guard.flat_shard import FlatShard
+from guard.groups import all_params
+from guard.state_dict import box_of, loaded_value, parts_of, state_dict_of
 
-from .optimizers import (
-    all_params,
-    as_python,
-    group_of,
-    indexed_groups,
-    install,
-    local,
-    offsets_of,
-    paths_of_common,
-    pieces_of,
-    prepare,
-    schemas_of,
-    unwrapped_optimizer,
-)
-from .ranks import all_gather, errors_on_all, rank_and_size, saver_of
-from .states import agree, check_states, filled, flat, local_states, refuse_unkept, tree_of
+from .files import copy_on_cpu, keep_own_options, saver_for, unwrapped_optimizer
+from .ranks import UnfitModel, all_gather, broadcast, errors_on_all, gather, rank_and_size, saver_of
 
 NOT_READ, NOT_LOADED, NOT_MOVED = (f"the state can't be {done}" for done in ("put together", "loaded", "moved"))
-
-
-class Whole(NamedTuple):
-    """The state of a whole parameter, or of a DTensor's local part."""
-
-    tree: object  # see `tree_of`
-    values: dict  # by path
-    leads: dict  # path of a tensor with an element for each of the parameter's -> its dimensions before those
 
 
 @torch.no_grad()
 def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> dict[str, Any]:
     """The state_dict() of the plain torch optimizer, on rank 0 of its process group, or on all ranks. Collective.
 
-    Tensors are on the CPU. Returns {} on the other ranks. For 16-bit parameters the state is in fp32; it has a
-    "main_param" for each parameter that was updated, and whose state wasn't cleared since.
+    Tensors are whole, and on the CPU. Returns {} on the other ranks. For 16-bit parameters the state is in fp32, and
+    has a "main_param". With tensor parallelism all ranks of the mesh call it.
 
     Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
-    rank, _ = rank_and_size(group_of(optimizer))
-    if rank < 0 and not to_all:
+    if getattr(optimizer, "rank", 0) < 0 and not to_all:
         return {}
-    params, state = all_params(optimizer), {}
-    for index, (tree, values, leads) in whole_states(optimizer, to_all):
-        shaped = {path: in_shape(values[path], params[index]) for path in leads}
-        state[index] = filled(tree, {**values, **shaped})
-    if rank > 0 and not to_all:
-        return {}
-    return {"state": state, "param_groups": indexed_groups(optimizer)}
+    group = saver_for(optimizer).state_group
+    if hasattr(optimizer, "refuse_different_settings"):
+        optimizer.refuse_different_settings()
+    with errors_on_all(NOT_READ, group):
+        own = own_state_dict(optimizer)
+    first = None if to_all else first_rank(optimizer, group)
+    state = whole_states(own["state"], len(all_params(optimizer)), first, NOT_READ, group)
+    is_kept = first in (None, rank_and_size(group)[0])
+    return {"state": state, "param_groups": own["param_groups"]} if is_kept else {}
 
 
 @torch.no_grad()
@@ -75,22 +54,11 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
-    group = saver_of(group_of(optimizer)).group
+    group = saver_for(optimizer).state_group
     source = first_rank(optimizer, group)
-    groups = None
-    wholes = {}
-    if rank_and_size(group)[0] == source:
-        try:
-            wholes = wholes_in(state_dict, optimizer)
-            groups = state_dict["param_groups"]
-            pickle.dumps(groups)  # fails now, and not while the others wait
-        except Exception as error:  # the other ranks wait for the groups
-            groups = error if isinstance(error, ValueError) else ValueError(f"this state_dict can't be read: {error!r}")
-    groups = all_gather(groups, group)[source]
-    if isinstance(groups, ValueError):
-        raise groups
-    groups = copy.deepcopy(groups)  # without other ranks they are the caller's own, which a step would change
-    install_wholes(optimizer, wholes, groups, [source], source, NOT_LOADED, group, into_params=True)
+    with errors_on_all(NOT_LOADED, group, as_value_error):
+        own = cut_states(optimizer, state_dict, source, group)
+    optimizer.load_state_dict(own)
 
 
 @torch.no_grad()
@@ -109,19 +77,35 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     optimizer = unwrapped_optimizer(optimizer)
     if not hasattr(optimizer, "move_to"):
         raise TypeError(f"reshard() moves optimizers of stages 3 and 4: a {type(optimizer).__name__} is none")
-    params, group = all_params(optimizer), saver_of(None).group
-    sources, groups = agreed_sources(optimizer, process_group, group)
-    own_source = sources[parts_of(params)]
+    params, group = all_params(optimizer), saver_of(None).state_group
+    if optimizer.rank >= 0:
+        optimizer.refuse_different_settings()
+    sources, first = agreed_sources(optimizer, process_group, group)
     with errors_on_all(NOT_MOVED, group):
-        wholes = dict(whole_states(optimizer, all_main_params=True)) if optimizer.rank >= 0 else {}
+        own = state_dict_of(optimizer) if optimizer.rank >= 0 else {"state": {}}
+    own["state"] = whole_states(own["state"], len(params), first, NOT_MOVED, group)
     for index, param in enumerate(params):
         if optimizer.rank < 0:
             param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
-        for parts, source in sources.items():  # for ranks that join
-            value = local(param) if source == own_source else local(param).new_empty(parts[index][1])
-            dist.broadcast(value, src=source)
+        for boxes, source in sources.items():  # for ranks that join
+            local = getattr(param, "_local_tensor", param)
+            value = local if boxes == boxes_of_params(params) else local.new_empty(boxes[index][1])
+            dist.broadcast(value.detach(), src=source)
     optimizer.move_to(process_group)
-    install_wholes(optimizer, wholes, groups, sources.values(), own_source, NOT_MOVED, group)
+    with errors_on_all(NOT_MOVED, group):
+        own = cut_states(optimizer, own, first, group)
+    if optimizer.rank >= 0:
+        optimizer.load_state_dict(own)
+
+
+def first_rank(optimizer, group):
+    """Return the rank that the first of the optimizer's process group has in `group`, whose order may be another."""
+    own_group = getattr(optimizer, "process_group", None) or dist.group.WORLD
+    return dist.get_group_rank(group, dist.get_global_rank(own_group, 0)) if group else 0
+
+
+def as_value_error(error):
+    return UnfitModel(str(error)) if isinstance(error, Exception) else error
 
 
 def refuse_several_groups(optimizer):
@@ -129,146 +113,92 @@ def refuse_several_groups(optimizer):
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
-def first_rank(optimizer, group):
-    """Return the rank that the first of the optimizer's process group has in `group`, whose order may be another."""
-    if group is None:
-        return 0
-    return dist.get_group_rank(group, dist.get_global_rank(group_of(optimizer) or dist.group.WORLD, 0))
+def own_state_dict(optimizer):
+    """Return this rank's state_dict without fresh entries: of a parameter that was never stepped there is nothing."""
+    return state_dict_of(optimizer, with_fresh=False) if hasattr(optimizer, "pieces") else optimizer.state_dict()
 
 
-def whole_states(optimizer, to_all=False, all_main_params=False):
-    """Iterate over (index, Whole) of each state that there is, on the first rank or on all. Collective."""
-    group = saver_of(group_of(optimizer)).group
-    params = all_params(optimizer)
-    rank, _ = rank_and_size(group)
-    names = [f"parameter {index}" for index in range(len(params))]
-    dst = None if to_all else first_rank(optimizer, group)
-    with errors_on_all(NOT_READ, group):
-        pieces = pieces_of(optimizer)
-        states = local_states(optimizer, pieces, all_main_params)
-    layouts = agree(optimizer, states, pieces, names, NOT_READ, group)
-    for index, (tree, leads, parts) in [(index, layouts[name]) for index, name in enumerate(names) if name in layouts]:
-        stacked = [path for path, lead in leads.items() if lead]
-        if stacked and isinstance(params[index], DTensor):
-            raise ValueError(f"the state of {names[index]} has {stacked[0]}, which can't be kept: a stack of DTensors")
-        values = {}
-        for part in parts if tree else ():
-            own = Whole(tree, flat(states[index]), leads) if part.rank == rank else None
-            for path, value in passed_on(own, part.rank, dst, NOT_READ, group).values.items():
-                if path not in leads:
-                    values.setdefault(path, value)
-                    continue
-                if path not in values:
-                    values[path] = value.new_empty(*leads[path], local(params[index]).numel())
-                values[path][..., part.start : part.stop] = value.reshape(*leads[path], -1)
-        if tree and dst in (None, rank):
-            yield index, Whole(tree, values, leads)
+def whole_states(states, n_params, to_rank, error_prefix, group):
+    """Return index -> name -> whole value, from the parts of the ranks in `states`. Collective.
 
-
-def passed_on(whole, owner, dst, error_prefix, group):
-    """Return the Whole of rank `owner` on rank `dst`, None: on all; elsewhere an empty one. Collective."""
-    rank, world_size = rank_and_size(group)
-    box = [Whole({}, {}, {})]
-    with errors_on_all(error_prefix, group):
-        if rank == owner:
-            box = [whole._replace(values=copied(whole.values))]
-    if dst is None and world_size > 1:
-        dist.broadcast_object_list(box, group=group, group_src=owner)
-    elif owner != dst is not None and rank == owner:
-        dist.send_object_list(box, group=group, group_dst=dst)
-    elif owner != dst is not None and rank == dst:
-        dist.recv_object_list(box, group=group, group_src=owner)
-    return box[0] if dst in (None, rank) else Whole({}, {}, {})
-
-
-def copied(values):
-    return {path: local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else as_python(value)
-            for path, value in values.items()}
-
-
-def install_wholes(optimizer, wholes, groups, sources, own_source, error_prefix, group, into_params=False):
-    """Install `groups`, and this rank's pieces of the `wholes`, index -> Whole, of rank `own_source`. Collective.
-
-    `sources`: the ranks that have wholes. into_params: main parameters replace the model's parameters, too.
+    to_rank: of the group, the rank that gets it; others get {}. None: all ranks.
     """
-    params = all_params(optimizer)
-    main_params = []
-    new_states = {}
-    with errors_on_all(error_prefix, group):
-        pieces = pieces_of(optimizer)
-    all_indices = all_gather([*wholes], group)
-    for source, index in [(rank, index) for rank in sources for index in all_indices[rank]]:
-        whole = passed_on(wholes.get(index), source, None, error_prefix, group)
-        with errors_on_all(error_prefix, group):
-            if source == own_source and into_params and "main_param" in whole.values:
-                main_params.append((local(params[index]), whole.values["main_param"].to(params[index].dtype)))
-            if source == own_source and index in pieces:
-                new_states[index] = cut_state(whole, pieces[index])
-    with errors_on_all(error_prefix, group):
-        ready = prepare(optimizer, new_states, groups)
-    with errors_on_all(error_prefix, group):
-        for param, value in main_params:
-            param.copy_(value.view(param.shape))
-        install(optimizer, ready)
-
-
-def cut_state(whole, piece):
-    """Return the state of a piece."""
-    cut = {}
-    for path, lead in whole.leads.items():
-        value = whole.values[path].reshape(*lead, -1)[..., piece.start : piece.stop]
-        cut[path] = value.reshape((*lead, *piece.main.shape)).clone()
-    return filled(whole.tree, {**whole.values, **cut})
-
-
-def in_shape(value, param):
-    """Return (*lead, elements) in the shape of a parameter. For a DTensor, a DTensor on the device of its mesh."""
-    value = value.view((*value.shape[:-1], *local(param).shape))
-    if not isinstance(param, DTensor):
-        return value
-    layout = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)
-
-
-def wholes_in(state_dict, optimizer) -> dict[int, Whole]:
-    """Return index -> Whole of the states in `state_dict`. Raises ValueError: they aren't this optimizer's."""
-    if not (isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()):
-        raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    params = all_params(optimizer)
-    states = state_dict["state"]
-    groups = state_dict["param_groups"]
-    given, own = ([len(group["params"]) for group in listed] for listed in (groups, optimizer.param_groups))
-    if given != own:
-        raise ValueError(f"this state_dict has groups of {given} parameters, this optimizer has {own}")
-    if unknown := states.keys() - range(len(params)):
-        raise ValueError(f"this state_dict has a state of {min(unknown, key=str)!r}: parameters must be indices")
-    schemas = schemas_of(optimizer, groups)
-    names = [f"parameter {index}" for index in range(len(params))]
-    check_states(schemas, names, states, {index: param.shape for index, param in enumerate(params)})
     wholes = {}
-    for index, state in sorted(states.items()):
-        whole = Whole(tree_of(state), flat(state), {})
-        refuse_unkept(whole.values, names[index])
-        for path, value in whole.values.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            lead = leading_dims_of(local(value).shape, local(params[index]).shape)
-            if lead != leading_dims_of(value.shape, params[index].shape) or lead and isinstance(params[index], DTensor):
-                raise ValueError(f"{path} of {names[index]} is a {type(value).__name__} in this state_dict, the "
-                                 f"parameter is a {type(params[index]).__name__}, with another part on this rank")
-            if lead is not None and path not in paths_of_common(schemas[index]):
-                whole.leads[path] = lead
-        wholes[index] = whole
+    for index in range(n_params):
+        own = tree_map_only(torch.Tensor, torch.Tensor.cpu, states.get(index))
+        parts_of_ranks = [parts for parts in gather(own, to_rank, group) if parts is not None]
+        with errors_on_all(error_prefix, group):
+            names = dict.fromkeys(name for parts in parts_of_ranks for name in parts)
+            whole = {name: whole_of([parts[name] for parts in parts_of_ranks if name in parts],
+                                    f"{name} of parameter {index}") for name in names}
+            whole = {name: value for name, value in whole.items() if value is not NOTHING}
+        if whole:
+            wholes[index] = whole
     return wholes
 
 
-def parts_of(params) -> tuple:
+NOTHING = object()  # in place of a value of which no rank has elements
+
+
+def whole_of(values, label):
+    """Return a whole value, on the CPU, from what the ranks have of it."""
+    plain = [value for value in values if not isinstance(value, FlatShard)]
+    if plain:
+        return plain[0].cpu() if isinstance(plain[0], torch.Tensor) else plain[0]
+    shards = [value for value in values if value.local.numel()]
+    if not shards:
+        return NOTHING
+    whole = torch.empty(shards[0].shape, dtype=shards[0].dtype, device="cpu")
+    n_elements = 0
+    for shard in shards:
+        shard.copy_into(whole)
+        n_elements += 0 if shard.is_replica else shard.local.numel()
+    if n_elements != whole.numel():
+        raise ValueError(f"{label} is there for {n_elements} of its {whole.numel()} elements only: some ranks have "
+                         "stepped it and others not, or cleared it")
+    return whole
+
+
+def cut_states(optimizer, state_dict, source, group):
+    """Return the state_dict that this rank loads, cut from the whole one of rank `source` of the group. Collective.
+
+    Raises ValueError, when all has been sent: the state_dict is of something else.
+    """
+    is_source = rank_and_size(group)[0] == source
+    is_state_dict = isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
+    rest = {key: value for key, value in state_dict.items() if key != "state"} if is_source and is_state_dict else None
+    rest = copy.deepcopy(broadcast(rest, source, group))  # without other ranks it is the caller's own
+    if rest is None:
+        raise ValueError("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
+    members = [member for member in getattr(optimizer, "optimizers", [optimizer]) if hasattr(member, "pieces")]
+    parts = [part for member in members if member.rank >= 0 for part in parts_of(member)]
+    failure = None
+    state = {}
+    for number, key in enumerate(key for saved in rest["param_groups"] for key in saved["params"]):
+        entries = tree_map_only(torch.Tensor, copy_on_cpu, state_dict["state"].get(key)) if is_source else None
+        entries = broadcast(entries, source, group)
+        try:
+            if entries is not None:
+                state[key] = {name: loaded_value(parts[number], name, value) for name, value in entries.items()
+                              if parts[number].start < parts[number].stop} if members else entries
+        except Exception as error:  # raised below: the other ranks are sent more
+            failure = error
+    if failure and getattr(optimizer, "rank", 0) >= 0:
+        raise failure
+    for group_options, own_options in zip(rest["param_groups"], optimizer.param_groups):
+        keep_own_options(group_options, own_options)
+    return {**rest, "state": state}
+
+
+def boxes_of_params(params) -> tuple:
     """Return where the local part of each DTensor begins, and its shape."""
-    return tuple((offsets_of(param), tuple(local(param).shape)) for param in params)
+    return tuple(box_of(param) for param in params)
 
 
 def agreed_sources(optimizer, process_group, group):
-    """Return parts of a rank -> who sends these; the parameter groups. Raises on every rank if it can't move."""
+    """Return boxes of a rank -> the rank that sends these; and the first such rank. Raises, on every rank, if it can't
+    move.
+    """
     error, to = None, []
     try:
         no_group = None, dist.GroupMember.NON_GROUP_MEMBER
@@ -279,22 +209,23 @@ def agreed_sources(optimizer, process_group, group):
             to = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     except (TypeError, ValueError) as refusal:  # it is something else, or was destroyed
         error = refusal
-    own = indexed_groups(optimizer), optimizer.has_grads, optimizer.rank, to, parts_of(all_params(optimizer)), error
-    all_groups, all_have_grads, ranks, all_to, all_parts, errors = zip(*all_gather(own, group))
+    n_params = [len(params["params"]) for params in optimizer.param_groups]
+    own = n_params, optimizer.has_grads, optimizer.rank, to, boxes_of_params(all_params(optimizer)), error
+    all_n_params, all_have_grads, ranks, all_to, all_boxes, errors = zip(*all_gather(own, group))
     if any(errors):
         raise error or next(filter(None, errors))
     if any(all_have_grads):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
-    if len({tuple(len(group["params"]) for group in groups) for groups in all_groups}) > 1:
+    if any(n_params != all_n_params[0] for n_params in all_n_params):
         raise RuntimeError("the ranks have different parameter groups: some of them have called add_param_group()")
     firsts = [rank for rank, place in enumerate(ranks) if place == 0]
-    sources = {all_parts[rank]: rank for rank in firsts}
+    sources = {all_boxes[rank]: rank for rank in firsts}
     if len(sources) < len(firsts):
         raise RuntimeError("reshard() of several process groups: each may have trained something else, as experts do")
-    members = [[rank for rank, to in enumerate(all_to) if to and all_parts[rank] == parts] for parts in sources]
+    members = [[rank for rank, to in enumerate(all_to) if to and all_boxes[rank] == boxes] for boxes in sources]
     if not all(members) or any(sorted(all_to[rank]) != ranks for ranks in members for rank in ranks):
         raise RuntimeError("reshard() to a process group must be called with it, and no other, on each of its ranks")
     if len(set(map(len, members))) > 1:
         raise RuntimeError(f"reshard() to process groups of {[*map(len, members)]} ranks: tensor-parallel ranks, which "
                            "have other parts of DTensors, must move to as many")
-    return sources, all_groups[firsts[0]]
+    return sources, firsts[0]

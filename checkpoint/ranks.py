@@ -1,6 +1,6 @@
 """Communication between ranks that ends in one error on all of them, and not in a hang.
 
-Ranks that save and load together have a gloo group for this alone. Its time-out is long, so that a slow disk doesn't
+Ranks that save and load together have gloo groups for this alone. Their time-out is long, so that a slow disk doesn't
 end training.
 """
 
@@ -16,11 +16,25 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .errors import CheckpointError
-
 TIMEOUT = timedelta(minutes=30)  # for which ranks wait for another one that writes or reads
 LONGEST_LINE = 500  # letters
 SAVERS = weakref.WeakKeyDictionary()  # the group of all ranks -> ranks of some groups -> their Saver
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint can't be written or loaded here. The message says why, in one line, the same kind on every rank."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """It is incomplete, changed since it was written, or unreadable. An earlier checkpoint may be intact."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """It is intact, but from another model or optimizer, or another version of this program."""
+
+
+class UnfitModel(CheckpointError, ValueError):
+    """The model or its optimizer can't be saved in a checkpoint, or loaded from one."""
 
 
 def rank_and_size(group) -> tuple[int, int]:
@@ -37,22 +51,40 @@ def all_gather(value, group) -> list:
     return values
 
 
+def gather(value, to_rank, group) -> list:
+    """Return the `value` of each rank on one rank of the group; None: on all. Elsewhere an empty list. Collective."""
+    if to_rank is None or rank_and_size(group)[1] == 1:
+        return all_gather(value, group)
+    values = [None] * dist.get_world_size(group) if dist.get_rank(group) == to_rank else None
+    dist.gather_object(value, values, group=group, group_dst=to_rank)
+    return values or []
+
+
+def broadcast(value, source, group):
+    """Return the `value` of rank `source` of the group, an object that pickle can send. Collective."""
+    if group is None and not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
 class Saving(Future):
     """The Future of an asynchronous save, which knows whether somebody has asked it how the save went."""
 
-    is_told = False
+    was_asked = False
 
     def result(self, timeout=None):
         try:
             return super().result(timeout)
         finally:
-            self.is_told = self.done()
+            self.was_asked = self.done()
 
-    def untold_line(self) -> str:
-        """Wait for the save. Return the line of its error if nobody has had it, else an empty text."""
+    def unread_error(self) -> str:
+        """Wait for the save. Return the line of its error if nobody has asked for it, else an empty text."""
         error = self.exception()
-        line = first_line(error) if error and not self.is_told else ""
-        self.is_told = True
+        line = first_line(error) if error and not self.was_asked else ""
+        self.was_asked = True
         return line
 
 
@@ -60,20 +92,22 @@ class Saver:
     """What the ranks that save and load together share.
 
     Attributes:
-        group: their gloo group; None without process groups.
+        group: their gloo group for files, which a thread may be using; None without process groups.
+        state_group: another one, for states that go from rank to rank.
         thread: writes one asynchronous save after the other.
         last: the Saving of the last asynchronous save.
     """
 
-    def __init__(self, group):
-        self.group = group
+    def __init__(self, group, state_group):
+        self.group, self.state_group = group, state_group
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.last = Saving()
         self.last.set_result(None)
 
     def finish_last(self):
-        """Wait for the last asynchronous save. Raise its error on every rank unless somebody has had it. Collective."""
-        for line in filter(None, all_gather(self.last.untold_line(), self.group)):
+        """Wait for the last asynchronous save. Raise its error on every rank unless somebody asked for it. Collective.
+        """
+        for line in filter(None, all_gather(self.last.unread_error(), self.group)):
             raise CheckpointError(line)
 
 
@@ -83,7 +117,7 @@ def saver_of(group, meshes=()) -> Saver:
     The first message is in `group`: a rank that doesn't come is an error after the time-out of the user's own group.
     """
     if not dist.is_initialized():
-        return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None))
+        return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None, None))
     if dist.get_rank(group) < 0:
         raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
     groups = dict.fromkeys([group or dist.group.WORLD, *(along for mesh in meshes for along in mesh.get_all_groups())])
@@ -94,7 +128,8 @@ def saver_of(group, meshes=()) -> Saver:
         for tokens_of_rank in all_gather(tokens, along):
             tokens = tokens | tokens_of_rank
     if key not in savers:
-        savers[key] = Saver(new_group(sorted(tokens), tokens[min(tokens)]))
+        ranks, name = sorted(tokens), tokens[min(tokens)]
+        savers[key] = Saver(new_group(ranks, f"{name} files"), new_group(ranks, f"{name} states"))
     return savers[key]
 
 
@@ -119,8 +154,10 @@ def errors_on_all(error_prefix, group, refined=lambda error: error):
     try:
         yield
     except BaseException as error:  # CheckpointException isn't an Exception
-        caught = refined(own_error(error, group, refined))
-        report = type(caught) if isinstance(caught, CheckpointError) else CheckpointError, first_line(caught)
+        caught = own_failure(error, group)
+        if caught is not None:
+            caught = refined(caught)
+            report = type(caught) if isinstance(caught, CheckpointError) else CheckpointError, first_line(caught)
     reports = all_gather(report, group)
     if caught and not isinstance(caught, Exception):
         raise caught from None
@@ -130,18 +167,12 @@ def errors_on_all(error_prefix, group, refined=lambda error: error):
             raise kind(f"{error_prefix}: " + (f"rank {rank}: {line}" if len(set(reports)) > 1 else line)) from None
 
 
-def own_error(error, group, refined):
-    """Return the error of this rank, or of the first rank that failed, if torch.distributed.checkpoint reports it."""
+def own_failure(error, group):
+    """Return the failure of this rank; None: torch.distributed.checkpoint reports those of other ranks alone."""
     if not isinstance(error, CheckpointException):
         return error
-    rank, world_size = rank_and_size(group)
-    failures = {number: failure for number, (failure, _) in error.failures.items()}
-    if isinstance(failures.get(rank), (KeyboardInterrupt, SystemExit)):
-        return failures[rank]
-    first = min(failures)
-    failure = refined(failures[first])
-    kind = type(failure) if isinstance(failure, CheckpointError) else CheckpointError
-    return kind(f"rank {first}: {first_line(failure)}" if world_size > 1 else first_line(failure))
+    rank, _ = rank_and_size(group)
+    return error.failures[rank][0] if rank in error.failures else None
 
 
 def first_line(error) -> str:
@@ -153,8 +184,8 @@ def first_line(error) -> str:
 
 
 @atexit.register
-def tell_at_the_end():
+def print_unread_errors():
     """Print the errors of asynchronous saves that nobody has asked about."""
     for saver in [saver for savers in SAVERS.values() for saver in savers.values()]:
-        if saver.last.done() and (line := saver.last.untold_line()):
+        if saver.last.done() and (line := saver.last.unread_error()):
             print(f"error: {line}", file=sys.stderr)

@@ -5,13 +5,13 @@ ChainedOptimizer. Shown by tests/variants/test_chained.py.
 """
 
 import contextlib
-import itertools
 
 import torch
 import torch.distributed as dist
 
 from .guarded import mean_loss
 from .scaling import clip_grads, gather_scalar
+from .state_dict import load_state_dicts
 
 
 def method_of_each(name):
@@ -22,17 +22,7 @@ def method_of_each(name):
     return method
 
 
-class OptimizerList:
-    """Several optimizers, with all their parameter groups and all their state."""
-
-    def __init__(self, optimizers):
-        self.optimizers = list(optimizers)
-
-    param_groups = property(lambda self: [group for part in self.optimizers for group in part.param_groups])
-    state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
-
-
-class Chained(OptimizerList):
+class Chained:
     """Several optimizers of this project, of any stage or variant, as one. Each needs a scheduler of its own.
 
     `checkpoint.save` and `load` accept it as they do any optimizer, and so does the full state if all have one process
@@ -47,7 +37,7 @@ class Chained(OptimizerList):
     """
 
     def __init__(self, *optimizers):
-        super().__init__(optimizers)
+        self.optimizers = list(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
         agreement_groups = [getattr(optimizer, "_agreement_group", None) or group
@@ -62,6 +52,8 @@ class Chained(OptimizerList):
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
 
+    param_groups = property(lambda self: [group for part in self.optimizers for group in part.param_groups])
+    state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
     finish_grad_sync, zero_grad = map(method_of_each, ("finish_grad_sync", "zero_grad"))
     prefetch_params, finish_param_sync = map(method_of_each, ("prefetch_params", "finish_param_sync"))  # of stage 4
 
@@ -110,34 +102,30 @@ class Chained(OptimizerList):
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
         return clip_grads(params, max_norm, norm, error_if_nonfinite)
 
-    # ------------------------------------------------------------------------------------ what checkpoint/ uses
-
-    optimizer = property(lambda self: InnerOptimizers(part.optimizer for part in self.optimizers))
-    pass_on_hyperparameters = method_of_each("pass_on_hyperparameters")
-    refuse_different_settings = method_of_each("refuse_different_settings")
-    pieces = method_of_each("pieces")
+    def __iter__(self):
+        """Iterate over the optimizers: torch's get_state_dict() and set_state_dict() take several."""
+        return iter(self.optimizers)
 
     def state_dict(self):
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        """Return one state_dict, as torch's optimizers do, in which parameters are numbered through all optimizers."""
+        state, groups = {}, []
+        n_before = 0
+        for part in [optimizer.state_dict() for optimizer in self.optimizers]:
+            index_of = {index: n_before + index for group in part["param_groups"] for index in group["params"]}
+            state.update({index_of.get(key, key): entries for key, entries in part["state"].items()})
+            groups += [{**group, "params": [index_of[index] for index in group["params"]]}
+                       for group in part["param_groups"]]
+            n_before += len(index_of)
+        return {"state": state, "param_groups": groups, "n_steps": self.optimizers[0]._n_steps}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict):
-        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-
-
-class InnerOptimizers(OptimizerList):
-    """The inner optimizers of Chained, as one."""
-
-    def state_dict(self):
-        """Return a state_dict without states, in which parameters are numbered through all optimizers."""
-        places = itertools.count()
-        groups = [{**group, "params": list(itertools.islice(places, len(group["params"])))}
-                  for group in self.param_groups]
-        return {"state": {}, "param_groups": groups}
-
-    def load_state_dict(self, state_dict):
-        remaining_groups, states = iter(state_dict["param_groups"]), state_dict["state"]
+        """Load it into all optimizers, or raise a ValueError on every rank before anything changes. Collective."""
+        groups = list(state_dict["param_groups"])
+        parts = []
         for optimizer in self.optimizers:
-            groups = list(itertools.islice(remaining_groups, len(optimizer.param_groups)))
-            state = {place: states[place] for group in groups for place in group["params"] if place in states}
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            own_groups, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            keys = [key for group in own_groups for key in group["params"]]
+            state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
+            parts.append({**state_dict, "state": state, "param_groups": own_groups})
+        load_state_dicts(self.optimizers, parts, self._agreement_group or self.process_group)

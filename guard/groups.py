@@ -34,6 +34,12 @@ def hyperparameters(group):
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def as_python(value):
+    """Return a number of NumPy's, as a schedule may leave, as Python's: torch.load(weights_only=True) refuses those."""
+    is_numpys = isinstance(value, numbers.Number) and hasattr(value, "item")
+    return value.item() if is_numpys else value
+
+
 def copy_hyperparameters(sources, targets):
     """Copy the hyperparameters of the groups `sources` into the groups `targets`, of which there are as many."""
     for source, target in zip(sources, targets):

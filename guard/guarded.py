@@ -28,15 +28,20 @@ import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import closure_returns, untraced, without_global_hooks
-from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
+from .refuse import checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
-from .states import ByParameter, state_for_rank, state_of_rank
+from .schema import schema_of
+from .state_dict import load_state_dicts, state_dict_of
+from .states import MAIN_PARAM, ByParameter
+
+RANGE = (13,)  # the shape of a piece to find out with: a number that nothing else in a state is likely to have
 
 
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
     _average_grads: Callable[[dict], bool]
-    _takes_dtensors = _takes_channels_last = False
+    _takes_dtensors = _takes_channels_last = _steps_whole_params = False
+    _main_to_save = staticmethod(torch.Tensor.detach)  # of a main parameter, what a state_dict has
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
     _n_steps = 0  # since the shards were made; the count in a state_dict that is loaded goes on
@@ -85,7 +90,8 @@ class Guarded(torch.optim.Optimizer):
     def _note_shards(self):
         # Both are -1 on a rank that is in no process group since reshard().
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
+        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges(),
+                                   weakref.WeakMethod(self._names_in_state))
         self._states.share_attributes(self.param_groups)
         self._known_params = param_ids(self.param_groups)
 
@@ -221,42 +227,44 @@ class Guarded(torch.optim.Optimizer):
             self._states.replace(state)
 
     def state_dict(self):
-        """Return this rank's part of the state, without communication. Load it on the same rank, with as many ranks.
+        """Return {"state": {index: {name: value}}, "param_groups": […]}, as torch's optimizers do. Not collective.
 
-        Each key says which part of which parameter it is. `checkpoint.full_state_dict` returns the whole state.
+        What is cut is a FlatShard: it has the shape of the whole, the elements of this rank, and `full_tensor()`. So
+        torch's get_state_dict(), torch.distributed.checkpoint and set_state_dict() save it, and load it on any ranks.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self.pass_on_hyperparameters()
-        state_dict = state_of_rank(self)
+        state_dict = state_dict_of(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
 
     def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank. Collective.
+        """Load what `state_dict` returned on this rank, or what torch.distributed.checkpoint read into it. Collective.
+
+        Tensors of a parameter's shape are cut, so the state_dict of a plain torch optimizer is loaded too. As in torch,
+        tensors that fit are not copied.
 
         Raises:
-            ValueError: on every rank, before anything is changed, if on any rank the state_dict comes from another
-                rank, another number of ranks, other shards or another optimizer, or can't be loaded; or if the
-                state_dicts of the ranks have different hyperparameters, or are of different steps.
+            ValueError: on every rank, before anything is changed, if on any rank the state_dict is of other elements or
+                another optimizer, or can't be loaded; or if the state_dicts of the ranks have different
+                hyperparameters, or are of different steps.
         """
-        error, settings = None, {}
-        try:
-            for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = hook(self, dict(state_dict)) or state_dict
-            main_params, loaded_inner = state_for_rank(self, state_dict)
-            settings = {**settings_of(loaded_inner.param_groups), "n_steps": float(state_dict.get("n_steps", 0))}
-        except Exception as refusal:
-            error = refusal
-        agree(error, settings, self._agreement_group, all_params(self)[0].device)
-        for main, saved in main_params:
-            main.copy_(saved)
-        vars(self.optimizer).update(vars(loaded_inner))
-        self._n_steps = state_dict.get("n_steps", 0)
-        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        with torch.no_grad():
+            load_state_dicts([self], [state_dict], self._agreement_group)
+
+    def _stepped_as(self, param):
+        """Return (shape, dtype) of a trial tensor that is stepped as this rank's piece of `param` is, in 32 bits."""
+        shape = param.shape if self._steps_whole_params else RANGE
+        return shape, torch.promote_types(param.dtype, torch.float32)
+
+    def _names_in_state(self, param):
+        """Return the names of the entries that the state of `param` has after a step."""
+        group = next(group for group in self.param_groups if any(param is other for other in group["params"]))
+        shape, dtype = self._stepped_as(param)
+        schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
+        return [*(schema.entries if schema else ()), *([MAIN_PARAM] if dtype != param.dtype else ())]
 
     def pass_on_hyperparameters(self):
         copy_hyperparameters(self.param_groups, self.optimizer.param_groups)

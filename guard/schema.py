@@ -1,11 +1,10 @@
-"""Finds out what state an optimizer keeps, to check what a file or a dict wants to load.
+"""Finds out what state an optimizer keeps, to know what a rank without state would have, and to check what is loaded.
 
 A fused kernel reads as many elements of a moment as the parameter has, so with a moment that is too small it would read
 foreign memory. Therefore a second optimizer runs one step on a parameter of the same shape, a FakeTensor if possible.
-The state to load must look like the state after this step. Shown by tests/checkpoint/test_states.py.
+Every rank finds the same, without a message. Shown by tests/checkpoint/test_schema.py.
 """
 
-import collections
 import copy
 import numbers
 from typing import NamedTuple
@@ -13,12 +12,10 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .groups import hyperparameters
 from .hooks import without_global_hooks
 
-LIST_TYPES = list, tuple, collections.deque
-ANYTHING = "a scalar, or of the parameter's shape"  # for entries that come after the first step, such as slow weights
 COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+TRIED: dict[tuple, "Schema | None"] = {}  # kind of optimizer and parameter -> its schema, since a trial takes 80 ms
 
 
 class Spec(NamedTuple):
@@ -37,25 +34,28 @@ class Schema(NamedTuple):
     shape: tuple  # of the parameter that was stepped
 
 
-def with_specs(value):
-    """Return `value` with a Spec in place of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return Spec(tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return {key: with_specs(item) for key, item in value.items()}
-    return type(value)(map(with_specs, value)) if type(value) in LIST_TYPES else value
+def with_specs(state):
+    """Return `state` with a Spec in place of each tensor."""
+    return {name: Spec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()}
 
 
-def schema_of(make_optimizer, current, saved, shape, dtype, device) -> Schema | None:
-    """Return what the optimizer keeps for such a parameter, with the hyperparameters `current` overridden by `saved`.
+def schema_of(make_optimizer, options, shape, dtype, device) -> Schema | None:
+    """Return what the optimizer keeps for such a parameter, with the hyperparameters `options`.
 
-    None: the class can't update one parameter alone. Raises ValueError: it can, but not with the hyperparameters
-    `saved`.
+    None: the class can't update one parameter alone.
     """
-    schema, reason = try_step(make_optimizer, {**current, **saved}, shape, dtype, device)
-    if schema is None and try_step(make_optimizer, current, shape, dtype, device)[0]:
-        raise ValueError(f"the optimizer can't step with the hyperparameters that were saved: {reason}")
-    return schema
+    kind = make_optimizer.func, repr((make_optimizer.keywords, with_sign_of_lr(options)))
+    key = (*kind, tuple(shape), dtype, device)
+    if key not in TRIED:
+        TRIED[key] = try_step(make_optimizer, options, shape, dtype, device)[0]
+    return TRIED[key]
+
+
+def with_sign_of_lr(options):
+    """Return hyperparameters without a float as learning rate: it makes no other state, unless it is negative, say."""
+    return {key: value > 0 if key in ("lr", "initial_lr") and type(value) is float else value
+            for key, value in options.items()}
 
 
 def try_step(make_optimizer, options, shape, dtype, device):
@@ -69,7 +69,7 @@ def try_step(make_optimizer, options, shape, dtype, device):
                 optimizer = make_optimizer([{**group, "params": [param]}])
                 from_start = bool(optimizer.state.get(param))
                 optimizer.step()
-                return Schema(with_specs(dict(optimizer.state[param])), from_start, tuple(shape)), None
+                return Schema(with_specs(optimizer.state[param]), from_start, tuple(shape)), None
         except Exception as failure:  # it needs a closure, matrices, …
             reason = reason_of(failure)
     return None, reason.splitlines()[0][:200]  # torch's texts may have many lines
@@ -83,70 +83,54 @@ def reason_of(failure):
     return f"{type(failure).__name__}: {failure}"
 
 
-def leading_dims_of(shape, like):
-    """Return the leading dimensions of `shape`, before those of the parameter shape `like`; None: it has others."""
-    n_lead = len(shape) - len(like)
-    return tuple(shape[:n_lead]) if n_lead >= 0 and tuple(shape[n_lead:]) == tuple(like) else None
+def fresh_state(make_optimizer, options, main):
+    """Return the state that `main` would have if it had been stepped with a gradient of zeros, and never counted.
+
+    The step is taken by another optimizer and with a copy, so nothing of the program's changes. torch does the same to
+    a program's own optimizer before it loads a state. Weight decay would fill a momentum. {}: the class can't do that.
+    """
+    param = main.detach().clone()
+    param.grad = torch.zeros_like(param)
+    options = {key: 0.0 if key == "weight_decay" else copy.deepcopy(value) for key, value in options.items()}
+    try:
+        with without_global_hooks(), torch.random.fork_rng([main.device] if main.is_cuda else []), torch.no_grad():
+            optimizer = make_optimizer([{**options, "params": [param]}])
+            optimizer.step()
+    except Exception as failure:
+        reason_of(failure)
+        return {}
+    state = optimizer.state[param]
+    if isinstance(state.get("step"), torch.Tensor):
+        state["step"].zero_()
+    elif "step" in state:
+        state["step"] = 0
+    return state
 
 
-def leaves(value, path=()):
-    """Yield (path, value) of everything in `value`, or of a container (path, class) and then what is in it."""
-    is_container = type(value) in (dict, *LIST_TYPES)
-    yield path, type(value) if is_container else value
-    if is_container:
-        for key, item in value.items() if type(value) is dict else enumerate(value):
-            yield from leaves(item, (*path, key))
-
-
-def check_state(schema, state, like, name):
-    """Raise ValueError unless a `state` with Specs of a parameter of shape `like` is empty or fits the schema."""
+def check_state(schema, state, shape, name):
+    """Raise ValueError unless the `state` of a parameter of this shape is empty or fits the schema."""
     if schema is None or not (state or schema.from_start):
         return
-    expected, actual = dict(leaves(schema.entries)), dict(leaves(state))
-    if not isinstance(state, dict) or not schema.entries.keys() <= state.keys():
-        expected_names, names = (", ".join(map(str, entries)) or "nothing" for entries in (schema.entries, state))
-        raise ValueError(f"the state of {name} is of another optimizer: {names:.200}, this one keeps {expected_names}")
-    for path in {**expected, **actual}:
-        in_first_item = tuple(0 if type(key) is int else key for key in path)  # a list grows
-        entry, value = expected.get(path, expected.get(in_first_item, ANYTHING)), actual.get(path)
-        if not fits(entry, value, schema.shape, like):
-            place = f"{'.'.join(map(str, path)):.60} in the state of {name}"  # cut, because a file may hold anything
-            raise ValueError(f"{place} is of another optimizer: {value!s:.60}, not {entry!s:.60}")
+    if not schema.entries.keys() <= state.keys():
+        expected, names = (", ".join(map(str, entries)) or "nothing" for entries in (schema.entries, state))
+        raise ValueError(f"the state of {name} is of another optimizer: {names:.200}, this one keeps {expected}")
+    for key, value in with_specs(state).items():
+        entry = schema.entries.get(key)
+        if not fits(entry, value, schema.shape, tuple(shape)):
+            expected = "a scalar, or of the parameter's shape" if entry is None else entry
+            raise ValueError(f"{key!s:.60} in the state of {name} is of another optimizer: {value!s:.60}, not "
+                             f"{expected!s:.60}")
 
 
-def fits(entry, value, trial_shape, like):
-    """Return whether `value`, for a parameter of shape `like`, may take the place of `entry`.
+def fits(entry, value, trial_shape, shape):
+    """Return whether `value`, for a parameter of `shape`, may take the place of `entry`.
 
-    A trial step of a parameter of `trial_shape` has made `entry`.
+    A trial step of a parameter of `trial_shape` has made `entry`; None: it comes later, as slow weights do.
     """
-    if entry is ANYTHING or entry is None:
-        # Whatever is no tensor, a scalar, or of the parameter's shape, maybe stacked.
-        return not isinstance(value, Spec) or not value.shape or leading_dims_of(value.shape, like) is not None
-    if not isinstance(entry, Spec) or not isinstance(value, Spec):
-        are_numbers = isinstance(entry, numbers.Number) and isinstance(value, numbers.Number)
-        is_container = isinstance(entry, type)  # `leaves` gives its class, which must be the same
-        return entry is value or are_numbers or (type(entry) is type(value) and not is_container)
-    entry_lead, value_lead = leading_dims_of(entry.shape, trial_shape), leading_dims_of(value.shape, like)
-    # A stack, of the last gradients for example, may be longer or shorter, but not empty.
-    is_stack = bool(entry_lead) and len(entry_lead) == len(value_lead or ()) and all(value_lead)
-    is_shaped = value_lead == entry_lead if entry_lead is not None else value.shape == entry.shape
-    return (is_shaped or is_stack) and (value.dtype == entry.dtype or {value.dtype, entry.dtype} <= COMPUTABLE)
-
-
-def checked_state_dict(make_optimizer, inner, state_dict):
-    """Return a state_dict for the optimizer `inner`, with moments that have the strides of its parameters.
-
-    Raises ValueError, before anything is changed, unless the state fits the schema.
-    """
-    current, saved = ([(group, key) for group in groups for key in group["params"]]
-                      for groups in (inner.param_groups, state_dict["param_groups"]))  # as many, or torch raises
-    states = dict(state_dict["state"])
-    for index, ((group, param), (saved_group, key)) in enumerate(zip(current, saved)):
-        options = hyperparameters(group), hyperparameters(saved_group)
-        schema = schema_of(make_optimizer, *options, param.shape, param.dtype, param.device)
-        check_state(schema, with_specs(states.get(key, {})), param.shape, f"parameter {index} of this rank")
-        if key in states:
-            states[key] = {name: torch.empty_like(param, dtype=value.dtype).copy_(value)
-                           if isinstance(value, torch.Tensor) and value.shape == param.shape else value
-                           for name, value in states[key].items()}
-    return {**state_dict, "state": states}
+    if entry is None:
+        return not isinstance(value, Spec) or value.shape in ((), shape)
+    if isinstance(entry, Spec) and isinstance(value, Spec):
+        expected = shape if entry.shape == trial_shape else entry.shape
+        return value.shape == expected and (value.dtype == entry.dtype or {value.dtype, entry.dtype} <= COMPUTABLE)
+    are_numbers = isinstance(entry, numbers.Number) and isinstance(value, numbers.Number)
+    return are_numbers or (type(entry) is type(value) and not isinstance(entry, Spec))

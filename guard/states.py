@@ -1,8 +1,7 @@
-"""Lets users read and reset the state by parameter, as ReLoRA and pruning do, and makes the state_dict of one rank.
+"""Lets users read and reset the state by parameter, as ReLoRA and pruning do.
 
 A rank has state only for what it updates: whole parameters, or in stages 3 and 4 flat pieces of them. Shown by
-tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`, tests/stages/test_contract.py,
-`test_resumes_from_its_state_dict`, and tests/checkpoint/test_checkpoint.py.
+tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
 """
 
 import functools
@@ -10,17 +9,19 @@ from collections import defaultdict
 from collections.abc import MutableMapping
 
 import torch
-import torch.distributed as dist
 
-from .groups import all_params, mesh_groups_of
-from .schema import checked_state_dict
+from .groups import mesh_groups_of
+
+MAIN_PARAM = "main_param"  # the entry of a main parameter that is another tensor than the model's parameter
+MISSING = torch.empty(0)  # in place of an entry that this rank hasn't: torch's flattened form reads the names
 
 
 class ByParameter(MutableMapping):
     """Maps parameters of the model to the inner optimizer's state, though `inner` may update only pieces of them.
 
-    A parameter that only other ranks update has no state, and writes to it are ignored, so that all ranks can run the
-    same code.
+    Where this rank has no state, because another rank updates the parameter or no step has been taken, there are the
+    names of the entries with empty values. For a parameter that only other ranks update, writes are ignored, so that
+    all ranks can run the same code.
 
     Attributes:
         main_param: parameter of the model -> the tensor in `inner` that this rank updates for it.
@@ -31,10 +32,12 @@ class ByParameter(MutableMapping):
             Every rank has the same keys in the same order, because a norm communicates for each.
         norm_dtype, device: of the norm of all gradients.
         accessed_params: parameters whose state was accessed since the last step.
+        names_of: weak reference to a function parameter -> the names of the entries that its state has after a step.
     """
 
-    def __init__(self, inner, params, pieces):
+    def __init__(self, inner, params, pieces, names_of):
         self.inner, pieces = inner, list(pieces)
+        self.names_of = names_of
         self.main_param = {param: main for param, _, _, main in pieces}
         self.range_of = {param: (start, stop) for param, start, stop, _ in pieces}
         self.param_of = {main: param for param, main in self.main_param.items()}
@@ -65,11 +68,14 @@ class ByParameter(MutableMapping):
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
-        return {} if param in self.foreign_params else self.inner.state[self._key(param)]
+        state = {} if param in self.foreign_params else self.inner.state[self._key(param)]
+        names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
+        missing = [name for name in names if not state or name == MAIN_PARAM]
+        return StateOfParameter(state, missing) if missing else state
 
     def __setitem__(self, param, state):
         if param not in self.foreign_params:
-            self.inner.state[self._key(param)] = state
+            self.inner.state[self._key(param)] = without_missing(state)
 
     def __delitem__(self, param):
         if param not in self.foreign_params:
@@ -77,6 +83,10 @@ class ByParameter(MutableMapping):
 
     def __contains__(self, param):
         return self._key(param) in self.inner.state
+
+    def __bool__(self):
+        """Return True: where torch finds a state that is empty, it calls our `step`, maybe on this rank alone."""
+        return True
 
     def __iter__(self):
         return (self.param_of.get(key, key) for key in self.inner.state)
@@ -100,7 +110,7 @@ class ByParameter(MutableMapping):
         return self[param]
 
     def replace(self, state):
-        self.inner.state = defaultdict(dict, {self._key(key): value for key, value in state.items()})
+        self.inner.state = defaultdict(dict, {self._key(key): without_missing(value) for key, value in state.items()})
 
     def cut_whole_tensors(self):
         """Cut this rank's piece out of states that a user has set to tensors of the parameter's own shape.
@@ -124,64 +134,32 @@ class ByParameter(MutableMapping):
         self.accessed_params.clear()
 
 
-def state_of_rank(optimizer):
-    """Return what `state_dict` returns: the inner optimizer's, with keys that name the part of the parameter.
-
-    It has more entries. `n_steps` counts the steps before, so that files of different steps are noticed. `main_params`
-    has the main parameters of another dtype than the model's parameters. `bounds` says where flat pieces lie, and must
-    be equal to load the state. For a DTensor it includes the rank in the other dimensions of the mesh, because the
-    parts on their ranks look alike.
-    """
-    params, inner = all_params(optimizer), optimizer.optimizer
-    for key in [key for key, state in inner.state.items() if isinstance(key, torch.Tensor) and not state]:
-        del inner.state[key]  # reading a missing state has made it, maybe for a parameter that another rank updates
-    index_of = {id(param): index for index, param in enumerate(params)}
-    part, keys, main_params, bounds = inner.state_dict(), {}, {}, {}
-    for param, start, stop, main in optimizer.pieces():
-        index = index_of[id(param)]
-        # torch's own tools print this key in their error.
-        keys[id(main)] = (f"elements {start} to {stop} of parameter {index}, on rank {optimizer.rank} of "
-                          f"{optimizer.world_size}: checkpoint.full_state_dict(optimizer) has the whole")
-        if main is not param:
-            bounds[index] = start, stop, *map(dist.get_rank, mesh_groups_of(param))
-        if main.dtype != param.dtype:
-            main_params[index] = main.detach()  # without the attributes that it shares with `param`
-    key_of_index = {index: keys[id(main)] for index, main in enumerate(all_params(inner))}
-    part["state"] = {key_of_index.get(key, key): state for key, state in part["state"].items()}
-    for group in part["param_groups"]:
-        group["params"] = [key_of_index[index] for index in group["params"]]
-    return {**part, "rank": optimizer.rank, "world_size": optimizer.world_size, "n_steps": optimizer._n_steps,
-            "main_params": main_params, "bounds": bounds}
+def without_missing(state):
+    """Return a state that a user has assigned, without entries that a StateOfParameter had in place of others."""
+    return {key: value for key, value in state.items() if value is not MISSING} if isinstance(state, dict) else state
 
 
-def state_for_rank(optimizer, state_dict):
-    """Load `state_dict` into a copy of the inner optimizer. Returns [(main parameter, saved value), …] and the copy.
+class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
+    """A state with names of entries that it hasn't on this rank. Assignments and deletions are of the real state."""
 
-    Raises ValueError: the state_dict is from another rank, other shards, or another optimizer.
-    """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"load_state_dict() takes what state_dict() returned on this rank, not a "
-                         f"{type(state_dict).__name__} without 'state' and 'param_groups'")
-    if "world_size" not in state_dict:
-        raise ValueError("this state_dict is a plain optimizer's, or a full one: load it with "
-                         "checkpoint.load_full_state_dict(optimizer, state_dict)")
-    current, origin = state_of_rank(optimizer), (state_dict.get("rank"), state_dict["world_size"])
-    if origin != (current["rank"], current["world_size"]):
-        raise ValueError(f"this state_dict is of (rank, world size) {origin}, this is "
-                         f"{current['rank'], current['world_size']}: a file of one rank has one part of {origin[1]}, "
-                         "save checkpoint.full_state_dict(optimizer) for the whole")
-    main_params, saved_params = current["main_params"], state_dict.get("main_params", {})
-    if (current["bounds"], shapes_of(main_params)) != (state_dict.get("bounds", {}), shapes_of(saved_params)):
-        raise ValueError("this state_dict is of other shards, by another bucket_cap_mb, grad_dtype or "
-                         "tensor-parallel rank say: use full_state_dict()")
-    inner_copy = object.__new__(type(optimizer.optimizer))  # shallow: torch's load replaces `state` and `param_groups`
-    vars(inner_copy).update(vars(optimizer.optimizer))
-    inner_copy.load_state_dict(checked_state_dict(optimizer.make_optimizer, optimizer.optimizer, state_dict))
-    return [(main, saved_params[index]) for index, main in main_params.items()], inner_copy
+    def __init__(self, real_state, missing=()):
+        self.real_state = real_state
+        self.missing = dict.fromkeys(missing, MISSING)
 
+    def __getitem__(self, name):
+        return self.real_state[name] if name in self.real_state else self.missing[name]
 
-def shapes_of(main_params):
-    return {index: main.shape for index, main in main_params.items()}
+    def __setitem__(self, name, value):
+        self.real_state[name] = value
+
+    def __delitem__(self, name):
+        del self.real_state[name]
+
+    def __iter__(self):
+        return iter({**self.real_state, **self.missing})
+
+    def __len__(self):
+        return len({**self.real_state, **self.missing})
 
 
 def update_main_param(main_param, param):

@@ -99,6 +99,9 @@ class OfWholeParams(Guarded):
         super().zero_grad(set_to_none)
         self._grads_synced = False
 
+    def _stepped_as(self, param):
+        return param.shape, param.dtype
+
     def _owned_ranges(self):
         return [(param, 0, param.numel(), param) for param in all_params(self.optimizer)]
 

@@ -7,7 +7,7 @@ from .optimizer import ShardedOptimizer as ShardedOptimizer
 if TYPE_CHECKING:
     from .distributed import DistributedOptimizer as DistributedOptimizer
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name):

@@ -59,6 +59,7 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
     """Stage 4's, of bf16 parameters without fp32 copies."""
 
     _probe = tried_tensor_by_tensor(check_elementwise)
+    _main_to_save = staticmethod(torch.clone)  # because a step gives up the memory of main parameters
 
     def pieces(self):
         for bucket in self.buckets:

@@ -34,7 +34,7 @@ BAD_STATES = {
     "a group without parameters": lambda state: {**state, "param_groups": [{**state["param_groups"][0], "params": []}]},
     "a group that is none": lambda state: {**state, "param_groups": [7]},
     "a plain optimizer's": lambda state: torch.optim.SGD([torch.ones(3)], lr=0.1).state_dict(),
-    "other main parameters": lambda state: {**state, "main_params": {0: torch.ones(1)}},
+    "of an older version": lambda state: {**state, "world_size": 2},
     "a hook raises": lambda state: state,
 }
 
@@ -61,7 +61,6 @@ def test_a_state_dict_that_one_rank_refuses_changes_nothing_on_any(rank, stage, 
             optimizer.register_load_state_dict_pre_hook(hook_that_raises)
     error = error_of(lambda: optimizer.load_state_dict(saved), ValueError, TypeError)
     assert error.startswith("rank 1: ") == (rank.rank == 0)
-    assert "load it with checkpoint.load_full_state_dict(" in error or bad != "a plain optimizer's"
     assert str(optimizer.state_dict()) == str(before)
 
 

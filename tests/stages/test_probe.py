@@ -218,7 +218,7 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_class(kind, n_goo
     with pytest.raises(kind, match=words):
         build(THREE, Hungry)
     with pytest.raises(kind, match=words):
-        schema_of(Hungry, {"lr": 0.1}, {}, (3,), torch.float32, torch.device("cpu"))
+        schema_of(functools.partial(Hungry), {"lr": 0.1}, (3,), torch.float32, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------- what it costs

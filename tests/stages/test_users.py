@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -116,27 +115,6 @@ def test_what_step_is_given_and_returns(rank, stage):
     param.sum().backward()
     assert "unexpected keyword argument 'inv_scale'" in error_of(lambda: optimizer.step(inv_scale=2.0), TypeError)
     assert param.unique().tolist() == [-len(results) * (len(results) + 1) / 2 if stage == TWO else -len(results)]
-
-
-@pytest.mark.shared_guard
-@on_ranks(2)
-def test_a_state_dict_says_whose_part_it_is_and_is_refused_on_every_rank(rank, stage):
-    """A framework that knows nothing of parts saves that of rank 0, and gives it to all."""
-    model = Net(seed=0)
-    optimizer = optimizer_of(stage)(trainable(model), lr=0.01)
-    train(model, optimizer, rank, 0)
-    saved, full = [optimizer.state_dict()], full_state_dict(optimizer, to_all=True)
-    dist.broadcast_object_list(saved)
-    before = str((optimizer.state_dict(), model.state_dict()))
-    of_rank_0 = error_of(lambda: optimizer.load_state_dict(saved[0]), ValueError)
-    assert "is of (rank, world size) (0, 2), this is (1, 2)" in of_rank_0
-    assert "has one part of 2, save checkpoint.full_state_dict(optimizer) for the whole" in of_rank_0
-    of_all = error_of(lambda: optimizer.load_state_dict(full), ValueError)
-    assert "load it with checkpoint.load_full_state_dict(optimizer, state_dict)" in of_all
-    by_torch = error_of(lambda: get_optimizer_state_dict(model, optimizer), KeyError)
-    assert "of 2: checkpoint.full_state_dict(optimizer) has the whole" in by_torch
-    error_of(lambda: set_optimizer_state_dict(model, optimizer, full), Exception)
-    assert str((optimizer.state_dict(), model.state_dict())) == before
 
 
 @pytest.mark.shared_guard

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from guard.chained import Chained, OptimizerList, method_of_each
+from guard.chained import Chained, method_of_each
 from harness.gpt import GPT, GPTConfig
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of
 from tests.pairs import SGD, UNFUSED, assert_same, backward
@@ -15,8 +15,12 @@ from variants.muon_rows import MUON, split
 SGD, ADAMW = {**SGD, **UNFUSED}, {"lr": 0.01, **UNFUSED}
 
 
-class Plain(OptimizerList):
+class Plain:
     """torch's own optimizers, of a model that each rank has whole: the reference."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
 
     step, zero_grad = method_of_each("step"), method_of_each("zero_grad")
 

@@ -21,7 +21,7 @@ from harness.ledger import Ledger
 from harness.pages import rewritten
 from harness.results import Made, Report, Row
 from harness.take import code_lines
-from tests.checkpoint import test_checkpoint
+from tests.checkpoint import test_full_state
 from tests.common import error_of, on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import ADAMW, Pair
 from tests.ranks import ROOT
@@ -137,7 +137,7 @@ def test_optimizers_that_a_stage_or_a_variant_is_not_for_are_refused():
 @pytest.mark.parametrize("variant", AS_REPLICATED)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_guarded_variant_goes_on_in_plain_torch_and_back(run, variant):
-    run(test_checkpoint.to_plain_and_back, variant)
+    run(test_full_state.to_plain_and_back, variant)
 
 
 # ------------------------------------------------------------------------------------------------------- fewer bits

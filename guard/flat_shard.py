@@ -1,0 +1,140 @@
+"""A tensor of which this rank has a range of flat elements, in the form that torch's own checkpoint functions take.
+
+Situation: a program saves and loads with `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as for FSDP2,
+on any number of ranks. torch's DTensor is cut by rows; the shards of stages 3 and 4 ignore rows. So FlatShard has the
+three methods by which torch.distributed.checkpoint (DCP) saves and loads tensor subclasses. Shown by
+tests/checkpoint/test_torch.py. Source of the protocol: torch.distributed._checkpointable.
+"""
+
+import math
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+
+class FlatShard(torch.Tensor):
+    """The flat elements `start` to `stop` of a box of a larger tensor. It has the shape and dtype of that whole tensor.
+
+    Attributes:
+        local: (stop - start,): the elements on this rank.
+        start, stop: which elements of the box they are.
+        offsets, sizes: where the box begins in the whole, and its shape: all of it, or the local part of a DTensor.
+        is_replica: whether another rank has the same box and writes it. DCP refuses boxes that overlap.
+        was_broadcast: whether a program has sent it to other ranks, which received no whole tensor.
+        gather: function value -> the values of all ranks that have a part of the whole. None after unpickling.
+    """
+
+    @staticmethod
+    def __new__(cls, shape, start, stop, local, offsets=None, sizes=None, is_replica=False, gather=None):
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+        self.start, self.stop, self.local = start, stop, local
+        self.offsets = tuple(offsets or (0,) * len(shape))
+        self.sizes = tuple(shape if sizes is None else sizes)
+        self.is_replica, self.gather = is_replica, gather
+        self.was_broadcast = False
+        return self
+
+    @property
+    def place(self):
+        """Return what is equal if another FlatShard has the same elements of the same whole."""
+        return tuple(self.shape), self.offsets, self.sizes, self.start, self.stop
+
+    def with_local(self, local):
+        """Return a FlatShard of the same place with other values."""
+        return FlatShard(*self.place[:1], self.start, self.stop, local, self.offsets, self.sizes, self.is_replica,
+                         self.gather)
+
+    def boxes(self):
+        """Yield (offsets in the whole, elements in the shape of their box) of the boxes that this range consists of."""
+        begin = 0
+        for offsets, sizes in boxes_of(self.sizes, self.start, self.stop):
+            end = begin + math.prod(sizes)
+            yield torch.Size(map(sum, zip(self.offsets, offsets))), self.local[begin:end].view(sizes)
+            begin = end
+
+    def full_tensor(self):
+        """Return the whole tensor, as DTensor.full_tensor() does. Collective over the ranks that have parts."""
+        if self.gather is None:
+            raise RuntimeError("full_tensor() needs the ranks of the optimizer: this FlatShard was read from a file")
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for shard in self.gather(self.with_local(self.local.cpu())):
+            shard.copy_into(whole)
+        return whole
+
+    def copy_into(self, whole):
+        """Copy the elements of this rank to their places in `whole`."""
+        for offsets, part in self.boxes():
+            whole[tuple(slice(begin, begin + n) for begin, n in zip(offsets, part.shape))] = part
+
+    def __create_chunk_list__(self):
+        """Tell DCP which boxes to read."""
+        return [dcp.metadata.ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.boxes()]
+
+    def __create_write_items__(self, fqn, _):
+        """Tell DCP which boxes to write."""
+        chunks = [] if self.is_replica else self.__create_chunk_list__()
+        items = []
+        for chunk in chunks:
+            index = dcp.metadata.MetadataIndex(fqn, chunk.offsets)
+            properties = dcp.metadata.TensorProperties(dtype=self.dtype)
+            data = dcp.planner.TensorWriteData(chunk, properties, self.size())
+            items.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index):
+        """Return the elements of one box, where DCP reads or writes."""
+        return next(part for offsets, part in self.boxes() if offsets == index.offset)
+
+    def __reduce_ex__(self, protocol):
+        return FlatShard, (*self.place[:1], self.start, self.stop, self.local.clone(), self.offsets, self.sizes,
+                           self.is_replica)
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+    def __repr__(self):
+        return f"FlatShard(elements {self.start} to {self.stop} of {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        """Copy, convert and fill the elements of this rank. Everything else is an error."""
+        name, shard = function._schema.name, args[0]
+        if name == "c10d::broadcast_":  # torch's full_state_dict=True sends this, since it gathers DTensors alone
+            (shard,) = args[0]
+            shard.was_broadcast = True  # so that load_state_dict() refuses it: an error here would let others wait
+            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
+            return function([whole], *args[1:], **(kwargs or {}))
+        if name == "aten::copy_" and isinstance(args[1], FlatShard) and shard.place == args[1].place:
+            shard.local.copy_(args[1].local)
+            return shard
+        if name == "aten::new_empty":  # DCP's stager makes a tensor so, and copies the attributes
+            return FlatShard(shard.shape, 0, 0, shard.local.new_empty(0, **(kwargs or {})))
+        if name in ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like"):
+            return shard.with_local(function(shard.local, *args[1:], **(kwargs or {})))
+        raise RuntimeError(f"{name} of a FlatShard, of which each rank has a part: full_tensor() has the whole")
+
+
+def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
+    """Return (offsets, sizes) of the boxes that flat elements `start` to `stop` of a tensor of this shape consist of.
+
+    They come in the order of the elements: a part of a row, whole rows, a part of a row, for each dimension.
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (stop - start,))] if shape else [((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+
+    def part_of_row(number, begin, end):
+        return [((number, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(shape[1:], begin, end)]
+
+    if first > last:  # all of it lies in one row
+        return part_of_row(last, start - last * row, stop - last * row)
+    row_start = (0,) * len(shape[1:])
+    whole_rows = [((first, *row_start), (last - first, *shape[1:]))] if last > first else []
+    head = part_of_row(first - 1, start - (first - 1) * row, row) if start % row else []
+    return [*head, *whole_rows, *part_of_row(last, 0, stop - last * row)]
+
+
+torch.serialization.add_safe_globals([FlatShard])  # torch.load(weights_only=True) reads it

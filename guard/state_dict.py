@@ -1,0 +1,349 @@
+"""Makes torch's own state_dict of a sharded optimizer, and loads one: what is cut is a FlatShard.
+
+Situation: torch's get_state_dict() and set_state_dict(), accelerate and Lightning save an optimizer by its state_dict.
+All ranks have the same entries, whether they update a parameter or not, because the entries follow from the optimizer's
+class: no message is sent, and nothing is copied. Shown by tests/checkpoint/test_torch.py.
+"""
+
+import copy
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .flat_shard import FlatShard
+from .groups import all_params, as_python, hyperparameters, mesh_groups_of, named_params, settings_of
+from .refuse import agree
+from .schema import COMPUTABLE, Schema, Spec, check_state, fresh_state, schema_of
+from .states import MAIN_PARAM
+
+
+class Part(NamedTuple):
+    """What this rank updates of a parameter: flat elements `start` to `stop`; of a DTensor, of its local part."""
+
+    label: str  # in messages
+    param: torch.Tensor
+    main: Any  # the tensor that the inner optimizer updates. None: nothing of this parameter
+    start: int
+    stop: int
+    offsets: tuple  # where the local part of a DTensor begins in the whole
+    sizes: tuple  # shape of the local part
+    is_replica: bool  # whether another rank has the same local part, and writes it
+    options: dict  # hyperparameters
+    schema: Schema | None  # None: the class can't step one parameter alone
+    dtype: torch.dtype  # of main parameters
+    gather: Any  # function of FlatShard
+
+    @property
+    def is_whole(self):
+        """Return whether whole parameters are updated, each by one rank."""
+        return (self.schema.shape if self.schema else self.main.shape) == self.sizes
+
+    def shard(self, elements):
+        """Return a FlatShard of `elements`: what this rank has of a tensor with the parameter's shape."""
+        return FlatShard(self.param.shape, self.start, self.stop, elements.detach().reshape(-1), self.offsets,
+                         self.sizes, self.is_replica, self.gather)
+
+    def is_cut(self, name, value):
+        """Return whether `value`, a tensor or Spec in the state, has an element for each one of the parameter."""
+        if name == "step":  # torch's name for a count of steps, which may have the shape of a scalar parameter
+            return False
+        entry = self.schema.entries.get(name) if self.schema else None
+        if entry is None:  # it comes after the first step
+            return value.shape in (self.main.shape, self.param.shape)
+        return isinstance(entry, Spec) and entry.shape == self.schema.shape
+
+
+def parts_of(optimizer) -> list[Part]:
+    """Return the Part of each parameter, in the order of the groups."""
+    pieces = {id(param): (main, start, stop) for param, start, stop, main in optimizer.pieces()}
+    replicated_over = other_mesh_groups(optimizer)
+    options_of_each = [hyperparameters(group) for group in optimizer.param_groups for _ in group["params"]]
+    parts = []
+    for (name, param), options in zip(named_params(optimizer.param_groups), options_of_each):
+        main, start, stop = pieces.get(id(param), (None, 0, 0))
+        offsets, sizes = box_of(param)
+        spread_over = mesh_groups_of(param)
+        is_replica = any(dist.get_rank(group) for group in replicated_over if group not in spread_over)
+        shape, dtype = optimizer._stepped_as(param)
+        schema = schema_of(optimizer.make_optimizer, options, shape, dtype, param.device)
+        gather = gather_over([optimizer.process_group, *spread_over])
+        parts.append(Part(f"parameter {name}", param, main, start, stop, offsets, sizes, is_replica, options, schema,
+                          dtype, gather))
+    return parts
+
+
+def other_mesh_groups(optimizer):
+    """Return the process groups of the meshes of DTensors, without the one that the optimizer shards over."""
+    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
+    own_ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    return [group for group in groups if dist.get_process_group_ranks(group) != own_ranks]
+
+
+def box_of(param):
+    """Return (offsets, sizes) of the local part of a DTensor; of any other tensor, of all of it."""
+    if not hasattr(param, "placements"):
+        return (0,) * param.dim(), tuple(param.shape)
+    for placement in param.placements:
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise ValueError(f"a DTensor with placement {placement} isn't one box: only Shard and Replicate are kept")
+    (chunk,) = param.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def gather_over(groups):
+    """Return a function that returns the values of all ranks which these process groups reach. It is collective."""
+    def gather(value):
+        values = [value]
+        for group in groups:
+            of_ranks = [None] * dist.get_world_size(group)
+            dist.all_gather_object(of_ranks, values, group=group)
+            values = [item for of_rank in of_ranks for item in of_rank]
+        return values
+    return gather
+
+
+# ------------------------------------------------------------------------------------------------------------- saving
+
+
+def state_dict_of(optimizer, with_fresh=True):
+    """Return {"state": {index: {name: value}}, "param_groups": […], "n_steps": …}, as torch's optimizers do.
+
+    `n_steps` counts the steps before, so that files of different steps are noticed.
+    with_fresh: whether there are entries of a parameter that has no state yet; torch needs them to load.
+    """
+    # A key that is no parameter is kept as torch keeps it.
+    state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    for index, part in enumerate(parts_of(optimizer)):
+        entries = entries_of(optimizer, part, with_fresh)
+        if entries is not None:
+            state[index] = entries
+    groups = []
+    n_before = 0
+    for group in optimizer.param_groups:
+        n_after = n_before + len(group["params"])
+        options = {key: as_python(value) for key, value in group.items()}
+        groups.append({**options, "params": [*range(n_before, n_after)]})
+        n_before = n_after
+    return {"state": state, "param_groups": groups, "n_steps": optimizer._n_steps}
+
+
+def entries_of(optimizer, part, with_fresh):
+    """Return the state of a parameter, name -> value. None: it has none, because it is frozen or was never stepped.
+
+    A rank that has no state yet makes fresh entries. A rank that updates nothing of the parameter has FlatShards
+    without elements, of what isn't cut too: DCP would write a plain value of any rank.
+    """
+    may_be_fresh = part.param.requires_grad and with_fresh
+    if not part.param.numel():  # no rank has a part, so all have the same
+        param = part.param.detach().to(part.dtype)
+        return fresh_state(optimizer.make_optimizer, part.options, param) if may_be_fresh else None
+    if part.start == part.stop:
+        return empty_entries(part)
+    state = optimizer.optimizer.state.get(part.main, {})
+    keeps_nothing = part.schema and not part.schema.entries  # as SGD without momentum
+    if not state and not keeps_nothing:
+        if not may_be_fresh:
+            return None
+        state = fresh_state(optimizer.make_optimizer, part.options, part.main)
+    entries = {name: saved_value(part, name, value) for name, value in state.items()}
+    if part.dtype != part.param.dtype:
+        entries[MAIN_PARAM] = part.shard(optimizer._main_to_save(part.main))
+    return entries
+
+
+def empty_entries(part):
+    """Return the entries of a parameter that other ranks update: names of the schema, and no elements."""
+    if part.schema is None or not part.param.requires_grad:
+        return None
+    entries = {}
+    for name, value in part.schema.entries.items():
+        spec = value if isinstance(value, Spec) else Spec((), torch.float32)
+        shape = part.param.shape if part.is_cut(name, value) else spec.shape
+        entries[name] = FlatShard(shape, 0, 0, torch.empty(0, dtype=spec.dtype, device=part.param.device),
+                                  gather=part.gather)
+    if part.dtype != part.param.dtype:
+        entries[MAIN_PARAM] = part.shard(torch.empty(0, dtype=part.dtype, device=part.param.device))
+    return entries
+
+
+def saved_value(part, name, value):
+    """Return what a state_dict has for a value in the state of this rank's part.
+
+    Raises ValueError: the ranks have different values, and no place in the whole for each.
+    """
+    if isinstance(value, torch.Tensor):
+        if part.is_cut(name, value):
+            return part.shard(value)
+        if value.numel() == 1:
+            return value.detach()
+        if part.is_whole:
+            return FlatShard(value.shape, 0, value.numel(), value.detach().reshape(-1), gather=part.gather)
+    elif part.is_whole or not isinstance(value, (dict, list, tuple)):
+        return as_python(value)
+    raise ValueError(f"the state of {part.label} has {name}, neither a scalar nor a tensor of the parameter's shape: "
+                     "stages 1 and 2 can save it, since there each parameter has one owner")
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+class Loaded(NamedTuple):
+    """Everything that a load changes, computed before anything is."""
+
+    main_params: list  # (main parameter, its new value)
+    inner: Any  # a copy of the inner optimizer, with the new state
+    groups: list[dict]  # new hyperparameters of each group
+    n_steps: int
+
+
+def load_state_dicts(optimizers, state_dicts, process_group):
+    """Load each of `state_dicts` into one of `optimizers`, or raise on every rank before anything changes. Collective.
+
+    process_group: all ranks that call this; an optimizer may be on fewer ranks.
+    """
+    error = None
+    all_loaded = []
+    device = all_params(optimizers[0])[0].device
+    for optimizer, state_dict in zip(optimizers, state_dicts):
+        refusal = None
+        settings = {}
+        try:
+            for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(optimizer, dict(state_dict)) or state_dict
+            all_loaded.append(loaded(optimizer, state_dict))
+            settings = {**settings_of(all_loaded[-1].groups), "n_steps": float(all_loaded[-1].n_steps)}
+        except Exception as failure:
+            refusal = failure
+        try:
+            agree(refusal, settings, optimizer._agreement_group, device)
+        except Exception as failure:
+            error = error or failure
+    if len(optimizers) > 1:
+        agree(error, {}, process_group, device)
+    elif error:
+        raise error
+    for optimizer, ready in zip(optimizers, all_loaded):
+        install(optimizer, ready)
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+
+
+def loaded(optimizer, state_dict) -> Loaded:
+    """Return what loading `state_dict` would change. Raises ValueError: it is of another optimizer, or of other ranks.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"load_state_dict() takes what state_dict() returned, not a {type(state_dict).__name__} "
+                         "without 'state' and 'param_groups'")
+    if "world_size" in state_dict:
+        raise ValueError("this state_dict was made by version 0.3 or before: load it with that version, and save a "
+                         "checkpoint.full_state_dict(optimizer)")
+    states, saved_groups = state_dict["state"], state_dict["param_groups"]
+    n_saved, n_own = ([len(group["params"]) for group in groups] for groups in (saved_groups, optimizer.param_groups))
+    if n_saved != n_own:
+        raise ValueError(f"this state_dict has groups of {n_saved} parameters, this optimizer has {n_own}")
+    keys = [key for group in saved_groups for key in group["params"]]  # indices, or names in the same order
+    if unknown := [key for key in states.keys() - set(keys) if not isinstance(key, str)]:
+        raise ValueError(f"this state_dict has a state of {unknown[0]!r}, which is in none of its groups")
+    main_params = []
+    state_of = {}
+    for key, part in zip(keys, parts_of(optimizer)):
+        if part.start == part.stop:
+            continue
+        saved = states.get(key, {})
+        state = {name: loaded_value(part, name, saved[name]) for name in saved if not is_missing(saved[name])}
+        main_param = state.pop(MAIN_PARAM, None)
+        if part.dtype != part.param.dtype:
+            own = getattr(part.param, "_local_tensor", part.param).detach().reshape(-1)[part.start : part.stop]
+            main_params.append((part.main, checked_main_param(part, own if main_param is None else main_param)))
+        check_state(part.schema, state, part.main.shape, part.label)
+        state_of[part.main] = {name: with_strides_of(part.main, value) for name, value in state.items()}
+    of_no_parameter = {key: states[key] for key in states.keys() - set(keys)}
+    options = [copy.deepcopy(hyperparameters(group)) for group in saved_groups]
+    inner = inner_with(optimizer.optimizer, state_of, of_no_parameter, options)
+    return Loaded(main_params, inner, options, state_dict.get("n_steps", 0))
+
+
+def is_missing(value):
+    """Return whether torch has an empty dict in place of a value that isn't in its flattened form."""
+    return isinstance(value, dict) and not value
+
+
+def loaded_value(part, name, value):
+    """Return what the state of this rank's part gets of a value in a state_dict: a whole tensor is cut."""
+    if isinstance(value, FlatShard):
+        if value.was_broadcast:
+            raise ValueError(f"{name} of {part.label} is one rank's part, since torch's full_state_dict=True gathers "
+                             "DTensors alone: call checkpoint.full_state_dict(optimizer)")
+        if value.place == (tuple(part.param.shape), part.offsets, part.sizes, part.start, part.stop):
+            return value.local.view(part.main.shape)
+        is_whole = value.numel() and value.local.numel() == value.numel()
+        if not is_whole:
+            raise ValueError(f"{name} of {part.label} has elements {value.start} to {value.stop}, this rank needs "
+                             f"{part.start} to {part.stop}: save with torch.distributed.checkpoint, which cuts states "
+                             "for other ranks and buckets, or load a checkpoint.full_state_dict(optimizer)")
+        value = value.local.view(value.shape)
+    if hasattr(value, "placements"):
+        raise ValueError(f"{name} of {part.label} is a DTensor: save it with torch.distributed.checkpoint, which cuts "
+                         "it anew, or load its full_tensor()")
+    is_whole = isinstance(value, torch.Tensor) and value.shape == part.param.shape != part.main.shape
+    if is_whole and (name == MAIN_PARAM or part.is_cut(name, value)):
+        box = tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes))
+        return value[box].reshape(-1)[part.start : part.stop].clone().view(part.main.shape)
+    return value
+
+
+def checked_main_param(part, value):
+    """Return the new value of a main parameter. Raises ValueError: it has another shape, or can't be one."""
+    is_fit = isinstance(value, torch.Tensor) and value.dtype in COMPUTABLE and value.numel() == part.main.numel()
+    if not is_fit:
+        raise ValueError(f"{MAIN_PARAM} in the state of {part.label} must be a tensor of {part.main.numel()} floats")
+    return value.view(part.main.shape)
+
+
+def with_strides_of(main, value):
+    """Return `value` with the strides of `main`, if both have one shape: fused kernels ignore strides."""
+    if not isinstance(value, torch.Tensor) or value.shape != main.shape or value.stride() == main.stride():
+        return value
+    return torch.empty_like(main, dtype=value.dtype).copy_(value)
+
+
+def inner_with(inner, state_of, of_no_parameter, options):
+    """Return a copy of the inner optimizer with other states, main parameter -> state, and other hyperparameters.
+
+    The class's own load_state_dict runs. torch's makes floats of integers, so those are set afterwards.
+    """
+    inner_copy = object.__new__(type(inner))  # shallow: torch's load replaces `state` and `param_groups`
+    vars(inner_copy).update(vars(inner))
+    params = all_params(inner)
+    groups = []
+    n_before = 0
+    for group, new_options in zip(inner.param_groups, options):
+        n_after = n_before + len(group["params"])
+        groups.append({**group, **copy.deepcopy(new_options), "params": [*range(n_before, n_after)]})
+        n_before = n_after
+    states = {index: state_of[main] for index, main in enumerate(params) if state_of.get(main)}
+    inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": groups})
+    for main, state in state_of.items():
+        for name, value in state.items():
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if not is_float and name != "step" and not isinstance(value, numbers.Number):
+                inner_copy.state[main][name] = value
+    return inner_copy
+
+
+def install(optimizer, ready):
+    """Put what was loaded into the optimizer. A hyperparameter that is a tensor stays the tensor that it is."""
+    for main, value in ready.main_params:
+        main.copy_(value)
+    vars(optimizer.optimizer).update(vars(ready.inner))
+    optimizer._n_steps = ready.n_steps
+    for group, options in zip(optimizer.param_groups, ready.groups):
+        for key, value in options.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    optimizer.pass_on_hyperparameters()

@@ -1,0 +1,346 @@
+"""torch's own lines: get_state_dict, dcp.save, dcp.load, set_state_dict. From any stage on any ranks to any other."""
+
+import copy
+import io
+import itertools
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from checkpoint import full_state_dict
+from guard.chained import Chained
+from guard.flat_shard import FlatShard, boxes_of
+from harness.gpt import GPT, GPTConfig
+from tests.checkpoint import SHARDED, a_run, train, wrapped
+from tests.checkpoint.compare import equal, full, weights
+from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of, situation
+from tests.ranks import ROOT, run_alone
+from variants.muon_rows import MUON, split
+
+F, B, H = torch.float32, torch.bfloat16, torch.float16
+
+# kind -> (stage, variant or None, its ranks of four). What one has saved, each other one of the same list loads.
+IN_32_BITS = {
+    "plain torch": (None, [0, 1, 2, 3]), "stage 1": (STAGES[0], [0, 1]), "stage 2": (STAGES[1], [1, 2, 3]),
+    "stage 3": (STAGES[2], [0, 1, 2, 3]), "stage 4": (STAGES[3], [1, 3]), "stage 4, alone": (STAGES[3], [2]),
+    "hybrid": ("variants.hybrid", [0, 1, 2, 3]), "muon": ("variants.muon", [0, 2, 3]),
+    "offload": ("variants.offload", [0, 1, 2]), "moments16": ("variants.moments16", [0, 1, 2, 3]),
+}
+IN_16_BITS = {"stage 3": (STAGES[2], [0, 1]), "stage 4": (STAGES[3], [0, 1, 2]), "stage 3, alone": (STAGES[2], [3]),
+              "offload": ("variants.offload", [2, 3]), "remainder16": ("variants.remainder16", [0, 1, 2, 3])}
+FSDP2 = {"FSDP2": ("FSDP2", [0, 1, 2]), **{name: (*IN_32_BITS[name], "no scalars") for name in ("stage 1", "stage 3",
+                                                                                              "stage 4")}}
+CHAINED = {"muon, stage 3": (STAGES[2], [0, 1, 2]), "muon, stage 4": (STAGES[3], [0, 1]), "alone": (STAGES[3], [3])}
+
+
+def built(kind, dtype, seed, group):
+    """Return a model, and its optimizer on the ranks of `group`."""
+    stage, ranks, *_ = kind
+    if kind in CHAINED.values():
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(n_layers=1, n_heads=2, width=16, block_size=8, lr=1e-3))
+        matrices, rest = split(model)
+        of_matrices = optimizer_of("variants.muon")(matrices, torch.optim.Muon, process_group=group, **MUON)
+        return model, Chained(of_matrices, optimizer_of(stage)(rest, torch.optim.AdamW, process_group=group))
+    model = Net(seed=seed, frozen_seed=seed).to(dtype)
+    if kind in FSDP2.values():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+    if stage == "FSDP2":
+        fully_shard(model, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    if stage == "variants.hybrid":
+        mesh = init_device_mesh("cpu", (2, len(ranks) // 2))
+        return model, optimizer_of(stage)(model.parameters(), torch.optim.AdamW, mesh=mesh, bucket_cap_mb=0.0003)
+    return model, wrapped(stage, model.parameters(), process_group=group, lr=0.01)
+
+
+def steps_of(model, optimizer, numbers):
+    for number in numbers:
+        if isinstance(model, GPT):
+            text = (torch.arange(9) + number) % 23
+            loss = model(text[None, :-1], text[None, 1:])
+        else:
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(number))
+            loss = model(x.to(next(model.parameters()).dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(value):
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone().float()
+
+
+def content(model, optimizer):
+    """Return name -> whole tensor of the model and its optimizer's state, in fp32. Collective."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    found = {name: whole(value) for name, value in of_model.items()}
+    for name, entries in of_optimizer["state"].items():
+        for key in sorted(entries):
+            if key != "step":  # on a rank that has nothing of the parameter it has no value
+                found[f"{name}: {key}"] = whole(entries[key])
+    return found
+
+
+def saved(path, model, optimizer, group, options=None):
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path, process_group=group)
+
+
+def loaded(path, model, optimizer, group, options=None):
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+    return model, optimizer
+
+
+def from_each_to(targets, rank, kinds, dtype, path, options=None):
+    """Save each kind, and load it into `targets(kinds, source)`: what is there is what was saved, to the bit."""
+    groups = {name: dist.new_group(ranks) for name, (_, ranks, *_) in kinds.items()}
+    before = {}
+    for name, kind in kinds.items():
+        if rank.rank in kind[1]:
+            run = built(kind, dtype, 0, groups[name])
+            steps_of(*run, range(2))
+            saved(path / name, *run, groups[name], options)
+            before[name] = content(*run)
+        dist.barrier()
+        everyone = [None] * 4
+        dist.all_gather_object(everyone, before.get(name))
+        before[name] = everyone[kind[1][0]]
+    for source, target in targets(list(kinds)):
+        if rank.rank in kinds[target][1]:
+            with situation(f"{source} -> {target}"):
+                run = loaded(path / source, *built(kinds[target], dtype, 1, groups[target]), groups[target], options)
+                found = content(*run)
+                same = [name for name in found if "moments16" not in (source, target) or "exp" not in name]
+                assert found.keys() == before[source].keys() and same
+                for name in same:
+                    assert equal(found[name], before[source][name]), name
+                steps_of(*run, (2,))
+        dist.barrier()
+
+
+def next_one(names):
+    """Each loads what the one before it has saved, and its own."""
+    return [*zip(names, names[1:] + names[:1]), *zip(names, names)]
+
+
+def each_one(names):
+    return list(itertools.product(names, names))
+
+
+CASES = [(IN_32_BITS, F), (FSDP2, F), (IN_16_BITS, B), (IN_16_BITS, H), (CHAINED, F)]
+
+
+@on_ranks(4, case=CASES)
+def test_torchs_own_lines_save_and_load_in_every_stage_and_variant(rank, case, tmp_path):
+    kinds, dtype = case
+    from_each_to(next_one, rank, kinds, dtype, tmp_path / f"{dtype}{len(kinds)}")
+
+
+@pytest.mark.waits
+@on_ranks(4, case=CASES)
+def test_from_any_to_any(rank, case, tmp_path):
+    kinds, dtype = case
+    from_each_to(each_one, rank, kinds, dtype, tmp_path / f"{dtype}{len(kinds)}")
+
+
+@on_ranks(4, dtype=[F, B])
+def test_torchs_flattened_form_and_its_offload(rank, dtype, tmp_path):
+    """torchtitan's form has names and hyperparameters for each parameter, and no groups."""
+    kinds = {name: (IN_32_BITS if dtype == F else IN_16_BITS)[name] for name in ("stage 3", "stage 4")}
+    for number, options in enumerate([{"flatten_optimizer_state_dict": True}, {"cpu_offload": True}]):
+        path = tmp_path / f"{dtype}{number}"
+        from_each_to(each_one, rank, kinds, dtype, path, StateDictOptions(**options))
+
+
+@on_ranks(2, stage=STAGES)
+def test_training_goes_on_while_torch_saves(rank, stage, tmp_path):
+    """In a process group of its own, as an asynchronous save needs."""
+    group = dist.new_group(backend="gloo")
+    model, optimizer = a_run(rank, stage, steps=2)
+    before = content(model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    saving = dcp.async_save(state, checkpoint_id=tmp_path / stage, process_group=group)
+    train(rank, model, optimizer, (2, 3))
+    saving.result()
+    assert equal(content(*loaded(tmp_path / stage, *a_run(rank, stage, seed=1), None)), before)
+
+
+# ------------------------------------------------------------------------------------------------ nothing is read wrong
+
+
+@on_ranks(2, 3, stage=STAGES)
+def test_a_fresh_optimizer_is_read_without_a_change(rank, stage):
+    """torch would call `step` where a state is empty. On three ranks one owns nothing of the single parameter."""
+    runs = []
+    for reads in (False, True):
+        model = nn.Linear(5, 2, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = optimizer_of(stage)(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5,
+                                        weight_decay=0.1)
+        calls = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        if reads:
+            of_optimizer = get_state_dict(model, optimizer)[1]
+            assert list(of_optimizer["state"]["weight"]) == ["momentum_buffer"] and not calls
+            assert bool(optimizer.state) and not optimizer.optimizer.state
+        for number in range(2):
+            model(torch.full((1, 5), 1.0 + number + rank.rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(model.weight)
+    assert equal(*runs)
+
+
+@on_ranks(2, stage=STAGES)
+def test_what_models_have_beside_trained_matrices(rank, stage, tmp_path):
+    """A frozen layer, tied and empty parameters, an empty group, a lr that two groups share, a compiled layer."""
+    def build(seed):
+        model = Net(seed=seed)
+        model.nothing = nn.Parameter(torch.empty(0, 3))
+        model.up = torch.compile(model.up)
+        lr = torch.tensor(0.5 + seed)
+        named = [param for name, param in model.named_parameters() if name != "nothing"]
+        groups = [{"params": [model.nothing, *named[:4]], "lr": lr}, {"params": named[4:], "lr": lr}, {"params": []}]
+        unused = {"find_unused_parameters": True} if stage == STAGES[3] else {}
+        return model, wrapped(stage, groups, lr=0.1, **unused), lr
+
+    (model, optimizer, _), (other, again, lr) = build(0), build(1)
+    train(rank, model, optimizer, range(2))
+    saved(tmp_path / stage, model, optimizer, None)
+    loaded(tmp_path / stage, other, again, None)
+    assert equal(content(model, optimizer), content(other, again)) and lr == 0.5
+    assert all(group["lr"] is lr for group in again.param_groups[:2])
+    assert "frozen.weight" not in get_state_dict(model, optimizer)[1]["state"]
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_file_of_one_rank_is_for_that_rank_and_a_whole_state_for_all(rank, stage):
+    """What accelerate and Lightning do: torch.save of a rank's state_dict, read with weights_only."""
+    dtype = B if stage in SHARDED else F
+    model, optimizer = a_run(rank, stage, dtype=dtype, steps=2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    own = torch.load(file, weights_only=True)
+    before = full(optimizer)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, own)
+    line = error_of(lambda: optimizer.load_state_dict(everyone[0]), ValueError)
+    assert "save with torch.distributed.checkpoint, which cuts states for other ranks" in line
+    assert equal(full(optimizer), before)
+    again = a_run(rank, stage, dtype=dtype, seed=1)
+    for state_dict in (own, before):
+        again[0].load_state_dict(model.state_dict())
+        again[1].load_state_dict(copy.deepcopy(state_dict))
+        assert equal(full(again[1])["state"], before["state"])
+    old = {**own, "world_size": 2, "rank": rank.rank}
+    assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
+
+
+@on_ranks(2, stage=STAGES)
+def test_torchs_full_state_is_refused_and_a_plain_ones_is_cut(rank, stage):
+    """torch gathers DTensors alone, and would send what rank 0 has for the whole."""
+    model, optimizer = a_run(rank, stage, steps=2)
+    of_all = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    others = a_run(rank, stage, seed=1)
+    if stage in SHARDED:
+        line = error_of(lambda: set_optimizer_state_dict(*others, of_optimizer, options=of_all), ValueError)
+        assert "checkpoint.full_state_dict(optimizer)" in line
+    plain = full_state_dict(optimizer)
+    names = [name for name, param in model.named_parameters()]
+    by_name = {"state": {names[index]: entries for index, entries in plain["state"].items()},
+               "param_groups": [{**plain["param_groups"][0], "params": names}]} if plain else {}
+    set_model_state_dict(others[0], of_model if plain else {}, options=of_all)
+    set_optimizer_state_dict(*others, by_name, options=of_all)
+    assert equal([weights(others[0]), full(others[1])["state"]], [weights(model), full(optimizer)["state"]])
+
+
+@pytest.mark.parametrize("cls", ["remainder16"])
+@on_ranks(2)
+def test_a_state_dict_that_is_kept_over_a_step_can_be_read(rank, cls):
+    model, optimizer = a_run(rank, f"variants.{cls}", dtype=B, steps=1)
+    kept = optimizer.state_dict()
+    before = copy.deepcopy(kept)
+    train(rank, model, optimizer, (1,))
+    for index, entries in kept["state"].items():
+        assert equal(entries["main_param"].local, before["state"][index]["main_param"].local)
+
+
+class KeepsLists(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["past"] = [torch.ones_like(param)]
+
+
+@on_ranks(2, stage=SHARDED)
+def test_what_cannot_be_cut_is_refused(rank, stage):
+    _, optimizer = a_run(rank, stage, cls=KeepsLists, lr=0.1, steps=1)
+    line = error_of(optimizer.state_dict, ValueError)
+    assert "has past, neither a scalar nor a tensor of the parameter's shape: stages 1 and 2 can save it" in line
+    shard = next(iter(a_run(rank, stage, steps=1)[1].state_dict()["state"].values()))["exp_avg"]
+    assert "full_tensor() has the whole" in error_of(lambda: shard + 1)
+
+
+def test_a_program_needs_no_import_but_its_stage(tmp_path):
+    script = """
+        import sys, torch, torch.distributed as dist
+        sys.path.insert(0, ROOT)
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from stage4_overlap import DistributedOptimizer
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.nn.Linear(3, 3)
+        state = get_state_dict(model, DistributedOptimizer(model.parameters()))[1]
+        assert state["state"]["weight"]["exp_avg"].full_tensor().shape == (3, 3) and "checkpoint" not in sys.modules
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(script).replace("ROOT", repr(str(ROOT))))
+    ended = run_alone(tmp_path / "program.py")
+    assert ended.code == 0, ended.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- the tensor
+
+
+def test_a_range_of_a_tensor_is_a_few_boxes():
+    """At most 2n - 1 of them, in the order of the elements."""
+    for shape in ((), (7,), (3, 4), (2, 3, 4), (3, 1, 2, 2)):
+        values = torch.arange(torch.Size(shape).numel()).view(shape)
+        for start in range(values.numel()):
+            for stop in range(start, values.numel() + 1):
+                boxes = boxes_of(shape, start, stop)
+                parts = [values[tuple(slice(a, a + n) for a, n in zip(*box))].reshape(-1) for box in boxes]
+                assert torch.cat([torch.empty(0, dtype=int), *parts]).tolist() == list(range(start, stop))
+                assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_flat_shard_is_copied_and_converted_and_nothing_else():
+    shard = FlatShard((3, 4), 2, 7, torch.arange(5.0))
+    for other in (shard.clone(), copy.deepcopy(shard), shard.to(torch.float64), shard.detach(), shard.cpu()):
+        assert other.shape == (3, 4) and other.place == shard.place and other.local.tolist() == [0, 1, 2, 3, 4]
+    target = FlatShard((3, 4), 2, 7, torch.zeros(5))
+    target.copy_(shard)
+    assert target.local.tolist() == [0, 1, 2, 3, 4]
+    for wrong in (FlatShard((3, 4), 1, 6, torch.zeros(5)), FlatShard((4, 3), 2, 7, torch.zeros(5))):
+        with pytest.raises(RuntimeError, match="full_tensor"):
+            wrong.copy_(shard)
+    with pytest.raises(RuntimeError, match="was read from a file"):
+        shard.full_tensor()
