@@ -8,6 +8,7 @@ that it defines replaces the one here, because super() is the core in both class
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
     _average_grads(arguments)   average the gradients unless that is done; return whether it did anything
+    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also of a buffer
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import closure_returns, untraced, without_global_hooks
 from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
-from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
+from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torch
 from .states import ByParameter, state_for_rank, state_of_rank
 
 
@@ -44,7 +45,7 @@ class Guarded(torch.optim.Optimizer):
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
-        watch_torchs_clipping(self)
+        watch_torch(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)

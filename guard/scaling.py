@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from .dropping import TORCHS_ZERO_GRAD, zero_grad
 from .groups import all_params
-from .hooks import untraced
+from .hooks import owners_of, untraced
 from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
 # torch.no_grad wraps each function; the wrapper keeps the function itself in a closure cell, replaced below.
-CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]
-if len(CELLS) != len(CLIPS):
+CELLS = [cell for function in (*CLIPS, torch.nn.utils.get_total_norm) for cell in function.__closure__ or ()]
+if len(CELLS) != len(CLIPS) + 1:
     raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
-ALIVE: set[int] = set()  # ids of the optimizers that are alive
+ALIVE: dict[int, weakref.ref] = {}  # id of each optimizer that is alive -> a reference to it
 
 
 def total_norm(optimizer, norm_type):
@@ -97,8 +98,7 @@ def refuse_unseen(clip_name, params):
     owners, an older and a newer optimizer.
     """
     for param in params:
-        owners = [getattr(hook, "owner", lambda: None)()
-                  for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()]
+        owners = owners_of(param)
         if any(hasattr(owner, "_is_moved") and owner._is_moved(param) for owner in owners):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
@@ -125,21 +125,41 @@ def refusing(clip):
     return clip_or_refuse
 
 
-def watch_torchs_clipping(optimizer):
-    """Let torch's clipping functions check what they are given, as long as any optimizer is alive.
+def warning(get_total_norm):
+    """Return torch's function, preceded by a warning if it is given nothing because gradients have left `param.grad`.
 
-    This changes the functions and not their names in torch.nn.utils, because programs import them by name, often before
-    they build an optimizer.
+    Python shows the warning once.
+    """
+    @functools.wraps(get_total_norm)
+    def norm_or_warn(tensors, *args, **kwargs):
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        optimizers = [optimizer() for optimizer in ALIVE.values()] if not tensors else []
+        if any(optimizer.has_grads and optimizer._grads_elsewhere for optimizer in optimizers if optimizer is not None):
+            # The third caller is the user's code.
+            warnings.warn("torch.nn.utils.get_total_norm() finds no gradient in param.grad: call "
+                          "clip_grad_norm_(max_norm) of the DistributedOptimizer", stacklevel=3)
+        return get_total_norm(tensors, *args, **kwargs)
+
+    return norm_or_warn
+
+
+def watch_torch(optimizer):
+    """Let torch's clipping functions check what they are given, and model.zero_grad() drop what has left `param.grad`.
+
+    This lasts as long as any optimizer is alive. It changes the functions and not their names in torch.nn.utils,
+    because programs import them by name, often before they build an optimizer.
     """
     if not ALIVE:
-        for cell in CELLS:
-            cell.cell_contents = refusing(cell.cell_contents)
-    ALIVE.add(id(optimizer))
+        for cell, wrap in zip(CELLS, [*[refusing] * len(CLIPS), warning]):
+            cell.cell_contents = wrap(cell.cell_contents)
+        torch.nn.Module.zero_grad = zero_grad
+    ALIVE[id(optimizer)] = weakref.ref(optimizer)
     weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
 
 
 def unwatch(optimizer_id):
-    ALIVE.remove(optimizer_id)
+    del ALIVE[optimizer_id]
     if not ALIVE:
         for cell in CELLS:
             cell.cell_contents = cell.cell_contents.__wrapped__
+        torch.nn.Module.zero_grad = TORCHS_ZERO_GRAD
