@@ -5,12 +5,15 @@ ChainedOptimizer. Shown by tests/variants/test_chained.py.
 """
 
 import contextlib
+import weakref
 
 import torch
 import torch.distributed as dist
 
+from .groups import all_params
 from .guarded import mean_loss
-from .scaling import clip_grads, gather_scalar
+from .scaling import clip_grads, gather
+from .skipping import agree_on_bad_grads, is_left_out, is_true_anywhere
 from .state_dict import load_state_dicts
 
 
@@ -32,17 +35,22 @@ class Chained:
     ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. One group
     must contain all others, and every rank must have an optimizer of that group.
 
-    Raises:
+    A step happens in all optimizers, on all ranks, or is left out in all: torch.amp.GradScaler steps the chain, and
+    what an optimizer of variants/finite.py finds counts for all.
+
+    The constructor is collective. Raises:
         ValueError: no group contains all others, so it can't be known which ranks have the same parameters.
     """
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+    _bad_grads = False  # whether an optimizer has found a nan, on any rank, and the next step will be left out
 
     def __init__(self, *optimizers):
         self.optimizers = list(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
-        agreement_groups = [getattr(optimizer, "_agreement_group", None) or group
-                            for optimizer, group in zip(optimizers, groups)]
-        self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # a closure's loss is averaged over it
+        agreement_groups = [optimizer._agreement_group or dist.group.WORLD for optimizer in optimizers]
+        self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # of all ranks that train the model
         all_ranks = dist.get_process_group_ranks(self.process_group)
         # variants/hybrid.py has the same parameters across its groups
         ranks_of_each = [all_ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
@@ -51,19 +59,36 @@ class Chained:
         if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
+        for optimizer in optimizers:
+            optimizer._chain = weakref.ref(self)
+        self._checks_grads = is_true_anywhere(any(optimizer._checks_grads for optimizer in optimizers),
+                                             self._agreement_group, all_params(self)[0].device)
 
     param_groups = property(lambda self: [group for part in self.optimizers for group in part.param_groups])
     state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
-    finish_grad_sync, zero_grad = map(method_of_each, ("finish_grad_sync", "zero_grad"))
+    zero_grad, _leave_out_step = map(method_of_each, ("zero_grad", "_leave_out_step"))
     prefetch_params, finish_param_sync = map(method_of_each, ("prefetch_params", "finish_param_sync"))  # of stage 4
 
-    def step(self, closure=None):
+    _grads_elsewhere = property(lambda self: any(optimizer._grads_elsewhere for optimizer in self.optimizers))
+
+    def finish_grad_sync(self, **arguments):
+        """Average the gradients of each optimizer. Raises what it raises, on every rank of the chain for a nan."""
+        for optimizer in self.optimizers:
+            optimizer._average_and_divide(arguments)
+        if self._checks_grads:
+            self._bad_grads = agree_on_bad_grads(self)
+
+    @torch.no_grad()
+    def step(self, closure=None, *, grad_scaler=None):
         """Average all gradients first, or the second optimizer's messages would queue behind the first's parameters.
 
         Returns the loss of `closure`, averaged over all ranks.
         """
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
+        if is_left_out(self, grad_scaler):
+            self._leave_out_step()
+            return loss
         arguments = [] if closure is None else [lambda: loss]  # not every step() takes a closure
         for optimizer in self.optimizers:
             optimizer.step(*arguments)
@@ -98,7 +123,7 @@ class Chained:
         shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
                   for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
-        norm = torch.linalg.vector_norm(gather_scalar(share, self.process_group), float(norm_type))
+        norm = torch.linalg.vector_norm(gather(share, self.process_group), float(norm_type))
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
         return clip_grads(params, max_norm, norm, error_if_nonfinite)
 

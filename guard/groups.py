@@ -88,18 +88,19 @@ def checksum_of(settings):
 
 
 def first_difference(settings, process_group):
-    """Name a setting that differs between rank 0 and another rank, with both values; None if there is none. Collective.
+    """Name a setting that differs between the first rank and another one, with both values. Else None. Collective.
 
     Floats may differ by rounding. `settings`: this rank's, name -> number or text.
     """
     by_rank = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(by_rank, settings, group=process_group)
-    for rank, settings_of_rank in enumerate(by_rank):
+    first_rank, *_ = ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    for rank, settings_of_rank in zip(ranks, by_rank):
         for name in by_rank[0] | settings_of_rank:
             first, other = by_rank[0].get(name), settings_of_rank.get(name)
             are_close = {type(first), type(other)} == {float} and math.isclose(first, other, rel_tol=1e-6)
             if first != other and not are_close:  # by more than rounding
-                return f"{name} is {first} on rank 0 and {other} on rank {rank}"
+                return f"{name} is {first} on rank {first_rank} and {other} on rank {rank}"
     return None
 
 

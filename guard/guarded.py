@@ -8,6 +8,7 @@ that it defines replaces the one here, because super() is the core in both class
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
     _average_grads(arguments)   average the gradients unless that is done; return whether it did anything
+    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also of a buffer
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
@@ -25,12 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
 
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import closure_returns, untraced, without_global_hooks
 from .refuse import checked_groups, divisor_of, param_ids, silence_torch
-from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
+from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
 from .schema import schema_of
+from .skipping import is_left_out
 from .state_dict import load_state_dicts, state_dict_of
 from .states import MAIN_PARAM, ByParameter
 
@@ -44,12 +47,17 @@ class Guarded(torch.optim.Optimizer):
     _main_to_save = staticmethod(torch.Tensor.detach)  # of a main parameter, what a state_dict has
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
+    _chain: Any = None  # a weak reference to the Chained that has this optimizer
+    _checks_grads = False  # whether it looks for a nan before the update: variants/finite.py, which has the next two
+    skip: bool  # whether it leaves a step with a nan out instead of raising
+    n_skipped: int
+    _bad_grads = ""  # the error of what it has found, the same on all ranks of _agreement_group
     _n_steps = 0  # since the shards were made; the count in a state_dict that is loaded goes on
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
-        watch_torchs_clipping(self)
+        watch_torch(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)
@@ -112,7 +120,7 @@ class Guarded(torch.optim.Optimizer):
 
         Returns what `closure` returns, averaged over the ranks if it is a number or a tensor; without `closure`, None.
         torch.amp.GradScaler.step passes itself as `grad_scaler`: an inf or nan on any rank makes every rank skip the
-        step and lower its scale.
+        step and lower its scale. Hooks are not called then.
 
         Raises:
             RuntimeError: `param_groups` has other parameters than were added; or what `finish_grad_sync` raises.
@@ -122,11 +130,26 @@ class Guarded(torch.optim.Optimizer):
         if param_ids(self.param_groups) != self._known_params:
             raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                                "the optimizer anew")
+        if grad_scaler is None and not self._checks_grads:
+            return self._step_with_hooks(closure)
+        if closure is not None:  # called before it is known whether there is a step
+            with torch.enable_grad():
+                loss = closure()
+
+            def closure():
+                return loss
+        self.finish_grad_sync()
+        if is_left_out(self, grad_scaler):
+            self._leave_out_step()
+            return None if closure is None else mean_loss(self, closure, self._agreement_group)
+        return self._step_with_hooks(closure)
+
+    step.hooked = True  # torch then leaves the hooks to _step_with_hooks
+
+    @Optimizer.profile_hook_step
+    def _step_with_hooks(self, closure=None):
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
-        if grad_scaler is not None and found_inf(self, grad_scaler):
-            self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
-            return loss
         self._states.cut_whole_tensors()
         self._take_model_changes()
         with without_global_hooks(), closure_returns(loss, self.optimizer, closure):  # the phases of the core's step
@@ -135,6 +158,11 @@ class Guarded(torch.optim.Optimizer):
         self.sync_params()
         self._n_steps += 1
         return loss
+
+    def _leave_out_step(self):
+        self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
+        if self._checks_grads:
+            self.n_skipped += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
@@ -157,6 +185,13 @@ class Guarded(torch.optim.Optimizer):
                 replaced; or `arguments` or the parameter groups of the ranks differ, in lr for example. In stage 4
                 raised on every rank, unless the ranks have agreed already, in `clip_grad_norm_` say.
         """
+        self._average_and_divide(arguments)
+        if self._bad_grads and not self.skip:
+            error = RuntimeError(self._bad_grads)
+            self.zero_grad()
+            raise error
+
+    def _average_and_divide(self, arguments):
         if self._average_grads(arguments) and self._grad_factor != 1:
             multiply_grads(self._averaged_params(), self._grad_factor)
 
@@ -293,6 +328,8 @@ class Guarded(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs):
         """Forward our attributes if our class comes after another base, because `cls` may be a wrapper then."""
         super().__init_subclass__(**kwargs)
+        if "step" in vars(cls):  # it calls ours, which calls the hooks
+            cls.step.hooked = True
         for base in [base for base in cls.__bases__[1:] if issubclass(base, Guarded)]:
             for name in dir(base):
                 if not name.startswith("__") and getattr(cls, name) is getattr(base, name):

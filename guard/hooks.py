@@ -61,6 +61,12 @@ def hook_gradient(param, method, takes_gradient=False):
     return handle
 
 
+def owners_of(param):
+    """Return the optimizers, or buffers, that are told when the gradient of `param` is complete; a dead one is None."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
+
+
 @contextlib.contextmanager
 def closure_returns(loss, optimizer, closure):
     """Let `optimizer.step` get a closure that returns `loss`, if it takes one and the user has given `closure`.

@@ -1,11 +1,9 @@
-"""Scales averaged gradients: clips them, or unscales them for torch.amp.GradScaler.
+"""Scales averaged gradients: clips them, or multiplies them by a factor.
 
-Each rank has a part of the gradients. The norm is that of the whole model, and an inf on any rank makes all ranks skip
-the step. Code that reads `param.grad` itself is refused, because it would find no gradient, or the rank's own one:
-GradScaler.unscale_(), and torch.nn.utils' clipping as in Trainer, accelerate, Lightning and many loops. Shown by
-tests/stages/test_contract.py, `test_clipping_equals_torch_on_the_whole_model`, tests/stages/test_users.py,
-`test_torchs_clipping_is_refused`, tests/stages/test_dtypes.py, `test_unscale_that_sees_no_gradient_is_refused`, and for
-DTensors by tests/stages/test_dtensor.py.
+Each rank has a part of the gradients. The norm is that of the whole model. torch.nn.utils' clipping, as in Trainer,
+accelerate, Lightning and many loops, reads `param.grad` itself. It is refused, because it would find no gradient, or
+the rank's own one. Shown by tests/stages/test_contract.py, `test_clipping_equals_torch_on_the_whole_model`,
+tests/stages/test_users.py, `test_torchs_clipping_is_refused`, and for DTensors by tests/stages/test_dtensor.py.
 """
 
 import functools
@@ -14,18 +12,17 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import OptState
 
-from .groups import all_params
-from .hooks import untraced
+from .dropping import TORCHS_ZERO_GRAD, zero_grad
+from .hooks import owners_of, untraced
 from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
 # torch.no_grad wraps each function; the wrapper keeps the function itself in a closure cell, replaced below.
-CELLS = [cell for clip in CLIPS for cell in clip.__closure__ or ()]
-if len(CELLS) != len(CLIPS):
+CELLS = [cell for function in (*CLIPS, torch.nn.utils.get_total_norm) for cell in function.__closure__ or ()]
+if len(CELLS) != len(CLIPS) + 1:
     raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
-ALIVE: set[int] = set()  # ids of the optimizers that are alive
+ALIVE: dict[int, weakref.ref] = {}  # id of each optimizer that is alive -> a reference to it
 
 
 def total_norm(optimizer, norm_type):
@@ -38,18 +35,18 @@ def total_norm(optimizer, norm_type):
         grads = [main.grad for main in main_params if main.grad is not None] or [torch.zeros(1, device=state.device)]
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(state.norm_dtype)
         for group in (optimizer.process_group, *groups):
-            norm = torch.linalg.vector_norm(gather_scalar(norm, group), float(norm_type))
+            norm = torch.linalg.vector_norm(gather(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     for group in dict.fromkeys(group for groups in state.main_params_by_mesh_groups for group in groups):
-        norm = gather_scalar(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
+        norm = gather(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
     return norm
 
 
-def gather_scalar(scalar, group):
-    """Return the scalar of each rank, (d,). It isn't reduced, because a collective's MAX may lose a nan."""
-    gathered = scalar.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(gathered, scalar.view(1), group=group)
+def gather(tensor, group):
+    """Return the tensor of each rank, (d, …). It isn't reduced, because a collective's MAX may lose a nan."""
+    gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=group)
     return gathered
 
 
@@ -67,27 +64,6 @@ def clip_grads(params, max_norm, norm, error_if_nonfinite):
     return norm
 
 
-def found_inf(optimizer, grad_scaler):
-    """Unscale the gradients of this rank's shards. Collective. Returns whether any rank found an inf or nan."""
-    state, scale = grad_scaler._per_optimizer_states[id(optimizer)], grad_scaler._get_scale_async()
-    is_unscaled = state["stage"] is OptState.UNSCALED
-    if is_unscaled and optimizer._grads_elsewhere:
-        raise RuntimeError("GradScaler.unscale_() looks into param.grad, and gradients were elsewhere: call "
-                           "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()")
-    grads = [param.grad for param in all_params(optimizer.optimizer) if param.grad is not None]
-    # An inf that unscale_() has found counts, even if the gradient was repaired since.
-    found_before = state["found_inf_per_device"].values()
-    is_inf = sum((number.to(scale.device) for number in found_before), torch.zeros_like(scale))
-    if grads:
-        factor = torch.ones_like(scale) if is_unscaled else scale.double().reciprocal().float()  # as unscale_() does
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, is_inf, factor)
-    mesh_groups = [group for groups in optimizer.state.main_params_by_mesh_groups for group in groups]
-    for group in dict.fromkeys([optimizer.process_group, *mesh_groups]):
-        dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=group)
-    state["found_inf_per_device"] = {is_inf.device: is_inf}  # GradScaler.update() reads it
-    return is_inf.item() > 0
-
-
 @untraced
 def refuse_unseen(clip_name, params):
     """Raise RuntimeError if that function of torch.nn.utils wouldn't find averaged gradients in `param.grad`.
@@ -97,8 +73,7 @@ def refuse_unseen(clip_name, params):
     owners, an older and a newer optimizer.
     """
     for param in params:
-        owners = [getattr(hook, "owner", lambda: None)()
-                  for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()]
+        owners = owners_of(param)
         if any(hasattr(owner, "_is_moved") and owner._is_moved(param) for owner in owners):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
@@ -125,21 +100,41 @@ def refusing(clip):
     return clip_or_refuse
 
 
-def watch_torchs_clipping(optimizer):
-    """Let torch's clipping functions check what they are given, as long as any optimizer is alive.
+def warning(get_total_norm):
+    """Return torch's function, preceded by a warning if it is given nothing because gradients have left `param.grad`.
 
-    This changes the functions and not their names in torch.nn.utils, because programs import them by name, often before
-    they build an optimizer.
+    Python shows the warning once.
+    """
+    @functools.wraps(get_total_norm)
+    def norm_or_warn(tensors, *args, **kwargs):
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        optimizers = [optimizer() for optimizer in ALIVE.values()] if not tensors else []
+        if any(optimizer.has_grads and optimizer._grads_elsewhere for optimizer in optimizers if optimizer is not None):
+            # The third caller is the user's code.
+            warnings.warn("torch.nn.utils.get_total_norm() finds no gradient in param.grad: call "
+                          "clip_grad_norm_(max_norm) of the DistributedOptimizer", stacklevel=3)
+        return get_total_norm(tensors, *args, **kwargs)
+
+    return norm_or_warn
+
+
+def watch_torch(optimizer):
+    """Let torch's clipping functions check what they are given, and model.zero_grad() drop what has left `param.grad`.
+
+    This lasts as long as any optimizer is alive. It changes the functions and not their names in torch.nn.utils,
+    because programs import them by name, often before they build an optimizer.
     """
     if not ALIVE:
-        for cell in CELLS:
-            cell.cell_contents = refusing(cell.cell_contents)
-    ALIVE.add(id(optimizer))
+        for cell, wrap in zip(CELLS, [*[refusing] * len(CLIPS), warning]):
+            cell.cell_contents = wrap(cell.cell_contents)
+        torch.nn.Module.zero_grad = zero_grad
+    ALIVE[id(optimizer)] = weakref.ref(optimizer)
     weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
 
 
 def unwatch(optimizer_id):
-    ALIVE.remove(optimizer_id)
+    del ALIVE[optimizer_id]
     if not ALIVE:
         for cell in CELLS:
             cell.cell_contents = cell.cell_contents.__wrapped__
+        torch.nn.Module.zero_grad = TORCHS_ZERO_GRAD

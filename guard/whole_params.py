@@ -91,13 +91,14 @@ class OfWholeParams(Guarded):
         self._grads_synced = False
 
     def zero_grad(self, set_to_none=True):
-        """Drop the gradients, averaged or not.
-
-        After `clip_grad_norm_`, `model.zero_grad()` isn't enough: gradients assigned manually afterwards would not be
-        averaged, and if only some ranks run another backward pass, they would wait for the other ranks.
-        """
+        """Drop the gradients, averaged or not."""
         super().zero_grad(set_to_none)
         self._grads_synced = False
+
+    def _drop_grads(self, params, set_to_none):
+        """Note that `model.zero_grad()` has dropped all averages: gradients that follow are a rank's own."""
+        if all(param.grad is None for param in all_params(self)):
+            self._grads_synced = False
 
     def _stepped_as(self, param):
         return param.shape, param.dtype

@@ -7,6 +7,7 @@ tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
 
 import torch
 
+from guard.dropping import lost
 from guard.groups import name_of
 from guard.hooks import hook_gradient
 from guard.refuse import data_replaced
@@ -21,6 +22,7 @@ class GuardedBuffer(GradBuffer):
     Attributes:
         given: the view that each parameter got as `param.grad`. While it is still there, there is nothing to do.
         received: indices of the parameters that received a gradient since the last step.
+        lost: indices of those whose gradient `model.zero_grad()` should have dropped, after it was averaged.
         versions: autograd's version counter of each parameter; a later write changes it.
         zero_version, shard_version: the counter of `flat` when it was last zero, and when it last held the shard.
     """
@@ -29,7 +31,7 @@ class GuardedBuffer(GradBuffer):
         self.in_main_grad = grad_dtype != params[0].dtype
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.received, self.given = set(), [None] * len(params)
+        self.received, self.lost, self.given = set(), set(), [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]  # to notice replaced data; share_memory() moves both
@@ -105,6 +107,18 @@ class GuardedBuffer(GradBuffer):
             frozen = not self.params[r.index].requires_grad and r.index not in self.received
             main_param.grad = None if frozen else main_grad
 
+    def _drop_grads(self, params, _):
+        """Drop what `model.zero_grad()` can't reach: main gradients, and averages, which are dropped all or none."""
+        dropped = self.received & {self.index_of[id(param)] for param in params}
+        if self.holds is Holds.GRADS and self.in_main_grad:
+            for index in dropped:
+                self.grads[index].zero_()
+            self.received -= dropped
+        elif self.holds is Holds.GRAD_SHARD and dropped == self.received:
+            self.zero()
+        elif self.holds is Holds.GRAD_SHARD:
+            self.lost |= dropped
+
     def refuse_changes(self, groups):
         """Refuse memory that was replaced, and gradients that are too late to be averaged: the buffer holds a shard.
 
@@ -116,6 +130,8 @@ class GuardedBuffer(GradBuffer):
         if is_late and self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
+        for index in self.lost:
+            raise lost(name_of(self.params[index], groups))
         for param, grad in zip(self.params, self.grads):
             if self._is_moved(param):
                 raise data_replaced(name_of(param, groups))
@@ -141,6 +157,7 @@ class GuardedBuffer(GradBuffer):
             super().zero()
             self.zero_version = self.flat._version
         self.received.clear()
+        self.lost.clear()
         for index in self.changed_grads():
             self.give(index)
 

@@ -21,7 +21,8 @@ from guard.states import update_main_param
 
 from .dtensor import local
 
-ATTRIBUTES = "grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize"
+ATTRIBUTES = ("grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize",
+              "_post_accumulate_grad_hooks")
 READ_NO_ELEMENT = {  # functions that don't need the values of a parameter, and so don't wait while it is in flight
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,

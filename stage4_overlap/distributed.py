@@ -162,7 +162,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     @property
     def has_grads(self):
         """Return whether this rank is between backward() and step()."""
-        return bool(self._rounds.waiting or self._rounds.n or self._rounds.is_open)
+        rounds = self._rounds
+        return bool(rounds.waiting or rounds.n > rounds.n_dropped or rounds.is_open)
 
     @property
     def _grads_elsewhere(self):
@@ -187,17 +188,20 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             return wrong
         if rounds.is_open or not rounds.n:
             self._finish_round()
-        rounds.settings = {**settings_of(self.param_groups), **comparable_settings(arguments)}
+        arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
+        rounds.settings = {**comparable_settings(arguments), **settings_of(self.param_groups)}
         used, wrong, n_rounds = agree_on_rounds(rounds, params, wrong, self._agreement_group)
         while rounds.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
-        unused = {param for param, is_used in zip(params, used) if not is_used}
+        unused = {param for param, is_used in zip(params, used) if not is_used and id(param) not in rounds.with_zeros}
         # What no rank has used isn't updated: its main parameter has no gradient.
         for param in rounds.unused | unused:
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
                 bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
         rounds.unused, rounds.is_synced = unused, True
+        if self.find_unused_parameters:
+            rounds.with_grad.update(id(param) for param in params if param not in unused)
         return wrong
 
     def _take_model_changes(self):
@@ -211,17 +215,39 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
-        """Drop the gradients, including those already sent, which `model.zero_grad()` can't reach.
+        """Drop the gradients, including those already sent.
 
-        Gradients become None, whatever `set_to_none` says. Collective after a backward pass, because what was sent must
-        be received: every rank must have run one. A pass that failed before its first gradient doesn't count; if that
-        happens on some ranks only, the other ranks wait for them.
+        Gradients become None, whatever `set_to_none` says. As in torch, it decides what becomes of a parameter that is
+        unused in the next step: True skips the parameter, False updates it by a gradient of zeros. Collective after a
+        backward pass, because what was sent must be received: every rank must have run one. A pass that failed before
+        its first gradient doesn't count; if that happens on some ranks only, the other ranks wait for them.
         """
-        if self._rounds.waiting or self._rounds.went_backward:
+        rounds = self._rounds
+        if rounds.waiting or rounds.went_backward:
             self._agree({})
-        self._rounds.start()
+        rounds.start()
+        rounds.zero(rounds.with_grad, set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # reads each param.grad, but no parameter: needn't wait
             super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def _drop_grads(self, params, set_to_none):
+        """Drop what has been sent, when `model.zero_grad()` was called for all of it, and note what is lost otherwise.
+
+        Waits for what is under way, of which every rank has sent its part. The ranks compare it in the next step.
+        """
+        rounds, ids = self._rounds, set(map(id, params))
+        rounds.zero(ids, set_to_none)
+        others_have_grads = any(param.grad is not None for param in all_params(self) if id(param) not in ids)
+        if others_have_grads or rounds.used - ids:
+            rounds.lost |= rounds.used & ids
+        elif rounds.used or rounds.is_open:
+            if rounds.is_open:  # a pass that failed
+                self._finish_round()
+            rounds.drop()
+            super().zero_grad()
+            for bucket in self.buckets:  # no round may follow that replaces what they hold
+                bucket.gradient.shard.zero_()
 
     # ----------------------------------------------------------------------------------------- parameters, and the end
 

@@ -12,13 +12,15 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from guard.dropping import lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
 # What can be wrong with a gradient; 0 is nothing. The ranks agree on the largest number.
 MISSING = 1
 LATE = 2  # it was assigned after the gradient of the backward pass had been sent
-MOVED = 3  # its parameter no longer has the memory that this optimizer updates
+LOST = 3  # model.zero_grad() should have dropped it, with others that were sent and stay
+MOVED = 4  # its parameter no longer has the memory that this optimizer updates
 MOST_NAMES = 9  # of parameters in an error
 
 HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> its gloo group; None: itself
@@ -30,13 +32,18 @@ class Rounds:
 
     Attributes:
         n: number of rounds that have ended.
+        n_dropped: number of those whose gradients `model.zero_grad()` has dropped.
         is_open: whether a backward pass has begun a round that hasn't ended.
         went_backward: whether a pass has begun a round, on this rank; after the ranks have agreed, on any rank.
         used: ids of the parameters whose gradient this rank has sent. Ids, because a tensor's own hash is slow.
+        lost: ids of those of them whose gradient `model.zero_grad()` should have dropped.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
             round, `Bucket.ready` has their ids.
         unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
             main parameters have no gradient until the ranks agree again.
+        with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
+        with_zeros: ids of those of them that `zero_grad(set_to_none=False)` has left with zeros. Where no rank uses
+            them, they are updated nevertheless, as in torch.
         settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`.
         settings_differ: whether the ranks have different settings, if only by rounding.
         is_synced: whether the ranks have agreed on all this, and every gradient was sent.
@@ -46,14 +53,28 @@ class Rounds:
 
     def __init__(self):
         self.is_accumulating, self.unused = False, set()
+        self.with_grad, self.with_zeros = set(), set()
         self.start()
 
     def start(self):
         """Count anew, after a step."""
         self.n, self.is_open, self.went_backward = 0, False, False
-        self.used, self.waiting = set(), set()
-        self.settings, self.settings_differ, self.is_synced = {}, False, False
+        self.settings, self.settings_differ = {}, False
         self.backward_pass = lambda: None
+        self.drop()
+
+    def zero(self, ids, set_to_none):
+        """Note which parameters torch's zero_grad() leaves with zeros."""
+        if set_to_none:
+            self.with_zeros -= ids
+            self.with_grad -= ids
+        else:
+            self.with_zeros |= self.with_grad & ids
+
+    def drop(self):
+        """Forget all gradients. The rounds that have sent them still count, and the ranks compare their number."""
+        self.n_dropped, self.is_synced = self.n, False
+        self.used, self.waiting, self.lost = set(), set(), set()
 
 
 class BackwardPass:
@@ -81,11 +102,12 @@ class BackwardPass:
 
 
 def what_is_wrong(rounds, params, buckets):
-    """Return LATE, MOVED or 0 for each of `params`, as this rank sees it; `agree_on_rounds` adds MISSING."""
+    """Return LATE, LOST, MOVED or 0 for each of `params`, as this rank sees it; `agree_on_rounds` adds MISSING."""
     by_autograd = rounds.waiting.union(*[bucket.ready for bucket in buckets])
     assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # so a user assigned these
     late = assigned if rounds.is_synced else assigned & rounds.used
-    faults = dict.fromkeys(late, LATE) | {id(param): MOVED for bucket in buckets for param in bucket.moved_params()}
+    faults = dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST)
+    faults |= {id(param): MOVED for bucket in buckets for param in bucket.moved_params()}
     return [faults.get(id(param), 0) for param in params]
 
 
@@ -139,6 +161,8 @@ def error_of(wrong, groups, find_unused_parameters):
     names = [name for (name, _), fault in zip(named_params(groups), wrong) if fault == worst]
     if worst == MOVED:
         return data_replaced(names[0])
+    if worst == LOST:
+        return lost(names[0])
     if worst == LATE:
         return RuntimeError(f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too "
                             "late, go backward in no_sync(), and take DDP off the model")

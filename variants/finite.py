@@ -6,7 +6,7 @@ has the nan. Loss scalers (of torch, DeepSpeed, Megatron-LLaMA) look after the c
 users pass error_if_nonfinite to torch's clipping, which also looks at the average. modded-nanogpt has no such check.
 Wire: as in stage 4, and before the update one all-gather with a byte per parameter tensor. Memory: a flag per tensor.
 Costs: the backward pass reads each gradient once more. It does not work with GradScaler, which expects to find an inf
-and then skips the step.
+and then skips the step. In a `Chained` all optimizers raise, or leave the step out, where one finds a nan.
 """
 
 import torch
@@ -14,50 +14,55 @@ import torch.distributed as dist
 
 import stage4_overlap
 from guard.groups import name_of
+from guard.scaling import gather
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class WithSkip:
-    """Counts in `n_skipped` the steps that were left out. `has_bad_grads`: whether the next one will be."""
+    """Counts in `n_skipped` the steps that `skip=True` has left out.
 
-    n_skipped, has_bad_grads = 0, False
+    Attributes:
+        is_finite: parameter -> whether all its gradients that have left since the last exchange are finite, a tensor.
+        _bad_grads: the error, which names parameters and ranks; "" while all gradients are finite.
+    """
+
+    _checks_grads, _bad_grads, n_skipped = True, "", 0
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, skip=False, **kwargs):
-        self.skip = skip
+        self.skip, self.is_finite = skip, {}
         super().__init__(params, optimizer_cls, **kwargs)
 
 
 class CheckedOptimizer(OverlapOptimizer):
-    checks = ()  # (parameter, whether its gradient is finite, a tensor) of all that have left since the last step
-
     @torch.no_grad()
     def send_grads(self, bucket):
-        self.checks = [*self.checks, *((p, grad.isfinite().all()) for p, grad in zip(bucket.params, bucket.grads()))]
+        for param, grad in zip(bucket.params, bucket.grads()):
+            self.is_finite[param] = self.is_finite.get(param, True) & grad.isfinite().all()
         super().send_grads(bucket)
 
     def sync_grads(self):
         super().sync_grads()
-        checks, self.checks = self.checks, ()
-        if checks:  # as many on each rank, and in the same order
-            own_flags = torch.stack([is_finite for _, is_finite in checks]).to(torch.uint8)
-            flags = own_flags.new_empty(dist.get_world_size(self.process_group), len(checks))
-            dist.all_gather_into_tensor(flags.view(-1), own_flags, group=self.process_group)
-            bad = [f"{name_of(checks[i][0], self.param_groups)} on rank {r}" for r, i in (flags == 0).nonzero()]
-            self.has_bad_grads |= bool(bad)
-            if bad and not self.skip:
-                self.zero_grad()
-                raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
+        is_finite, self.is_finite = self.is_finite, {}
+        if is_finite:  # the same parameters on each rank, and in the same order
+            group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
+            flags = gather(torch.stack([*is_finite.values()]).to(torch.uint8), group)
+            params, ranks = list(is_finite), dist.get_process_group_ranks(group)
+            if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (1 - flags).nonzero()]:
+                self._bad_grads = f"a gradient is nan or inf: of parameter {', '.join(bad)}"
 
     def step_own(self):
+        """Step, raise, or leave the step out. Where there is a guard, it has decided before."""
+        error, self._bad_grads = self._bad_grads, ""
+        if not error:
+            return super().step_own()
+        if not self.skip:
+            self.zero_grad()
+            raise RuntimeError(error)
         self.finish_param_sync()
-        if not self.has_bad_grads:
-            super().step_own()
-        self.n_skipped += int(self.has_bad_grads)
-        self.has_bad_grads = False
+        self.n_skipped += 1
 
     def zero_grad(self, set_to_none=True):
-        self.checks = ()
-        self.has_bad_grads = False
+        self.is_finite, self._bad_grads = {}, ""
         super().zero_grad(set_to_none)
 
 

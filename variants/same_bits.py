@@ -207,7 +207,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
     def _average_grads(self, arguments):
         """Average as stage 4 does, after the ranks have compared how many backward passes they ran."""
         rounds, n_own = self._rounds, len(self.own_leaves())
-        n_passes = n_own if rounds.is_synced else rounds.n + int(rounds.is_open)  # if synced, they were compared before
+        n_passes = n_own if rounds.is_synced else rounds.n - rounds.n_dropped + int(rounds.is_open)
         was_new = super()._average_grads({**arguments, "backward passes since the last step": n_passes})
         if n_passes != n_own:
             self.zero_grad()

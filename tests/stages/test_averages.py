@@ -125,8 +125,8 @@ def test_average_over_is_a_group_or_a_number_and_the_same_everywhere(rank, stage
         assert "DDP has divided" in error
 
 
-@on_ranks(2)
-def test_gradients_that_come_after_a_scaled_average_are_refused(rank, stage):
+@on_ranks(2, dropped_by=["optimizer", "module"])
+def test_gradients_that_come_after_a_scaled_average_are_refused(rank, stage, dropped_by):
     """They would be added to others that are divided by average_over already. Without that they are averaged too."""
     weight = parameter_of(0, rank, n=64)
     optimizer = sgd_of(stage, [weight], average_over=1)  # a sum
@@ -138,8 +138,7 @@ def test_gradients_that_come_after_a_scaled_average_are_refused(rank, stage):
     if stage in STAGES[:2]:  # a group, too, would let all be averaged again
         group = {"params": [parameter_of(0, rank)]}
         assert "divided by average_over already" in error_of(lambda: optimizer.add_param_group(group))
-    optimizer.zero_grad()
-    weight.grad = None
+    (optimizer if dropped_by == "optimizer" else nn.ParameterList([weight])).zero_grad()
     weight.sum().backward()
     optimizer.step()
     assert weight.unique().tolist() == [-2]

@@ -146,6 +146,19 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
     full_state_dict(optimizer)
 
 
+@on_ranks(3)
+def test_errors_name_ranks_by_their_number_in_the_program(rank):
+    """Not by their place in a process group."""
+    group = dist.new_group([1, 2])
+    if rank.rank == 0:
+        return
+    error = error_of(lambda: sgd_of(FOUR, [parameter_of(0, rank, n=rank.rank)], process_group=group), ValueError)
+    assert "(1,) torch.float32 on rank 1 and 0 of group 0 (2,) torch.float32 on rank 2" in error
+    bad = [torch.ones(3, dtype=torch.int)] if rank.rank == 2 else [parameter_of(0, rank)]
+    assert error_of(lambda: sgd_of(FOUR, bad, process_group=group), ValueError).startswith(
+        "rank 2: " if rank.rank == 1 else "parameter 0")
+
+
 @pytest.mark.shared_guard
 @on_ranks(2, writer=[None, 0, 1])
 def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, writer):

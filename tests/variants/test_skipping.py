@@ -1,0 +1,276 @@
+"""Whether a step happens is decided over all ranks and optimizers of a model: GradScaler, and variants/finite.py.
+
+Each of four ranks in turn has what is not finite. In the arrangements it reaches one group of ranks alone, or one
+optimizer of several.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import stage4_overlap
+from guard.chained import Chained
+from tests.common import STAGES, error_of, on_ranks, optimizer_of
+from tests.pairs import sgd_of
+from tests.stages.test_averages import AllToAll
+from tests.variants import on_pairs
+from variants import finite, hybrid
+
+FOUR, FINITE = STAGES[3], "variants.finite"
+
+
+class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, finite.CheckedOptimizer,
+                   hybrid.ReplicasOfStage4):
+    """Two variants that combine."""
+
+
+@functools.cache  # one set in a process: groups have threads, which nothing ends
+def pairs():
+    return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+
+
+class Model(nn.Module):
+    """Two layers; with `ep`, the second is an expert, which has tokens of both ranks of that group."""
+
+    def __init__(self, rank, ep=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, *experts = (nn.Linear(8, 8) for _ in range(3))
+        self.expert, self.ep = experts[rank % 2 if ep else 0], ep
+
+    def forward(self, x):
+        if self.ep is None:
+            return self.expert(self.dense(x))
+        return AllToAll.apply(self.expert(AllToAll.apply(self.dense(x), self.ep)), self.ep)
+
+
+def alone(rank, make):
+    model = Model(rank)
+    return model, make(model.named_parameters())
+
+
+def in_a_chain(rank, make):
+    model = Model(rank)
+    return model, Chained(make(model.dense.named_parameters()), make(model.expert.named_parameters()))
+
+
+def with_experts(rank, make):
+    model = Model(rank, ep=pairs()[rank // 2])
+    of_expert = make(model.expert.named_parameters(), process_group=pairs()[2 + rank % 2],
+                     average_over=dist.group.WORLD)
+    return model, Chained(make(model.dense.named_parameters()), of_expert)
+
+
+def expert_is_checked(rank, make):
+    """The dense part is stage 4's: only its rank knows of a nan that it doesn't have."""
+    model = Model(rank, ep=pairs()[rank // 2])
+    edp = pairs()[2 + rank % 2]
+    expert = (make if rank % 2 else functools.partial(sgd_of, FOUR))(
+        model.expert.named_parameters(), process_group=edp, average_over=dist.group.WORLD)
+    return model, Chained(sgd_of(FOUR, model.dense.named_parameters()), expert)
+
+
+def spoil(module, factor):
+    """Multiply the gradient of the module's weight, once; with 1 nothing changes."""
+    return module.weight.register_hook(lambda grad: grad * factor)
+
+
+def values(model):
+    return torch.cat([param.detach().view(-1) for param in model.parameters()])
+
+
+def assert_same_on_all_ranks(number):
+    numbers = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    assert len(set(numbers)) == 1, numbers
+
+
+def train(rank, model, optimizer, backward, step, spoilt):
+    """Take three steps, of which `spoilt`, a layer on this rank, spoils the second. Return parameters after each."""
+    history = [values(model)]
+    for number in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank), device="cpu")
+        hook = spoil(spoilt, math.inf) if number == 1 and spoilt is not None else None
+        backward(model(x).square().mean())
+        step()
+        if hook:
+            hook.remove()
+        optimizer.zero_grad()
+        history.append(values(model))
+    return history
+
+
+def assert_second_is_left_out(history):
+    before, first, second, third = history
+    assert not torch.equal(before, first) and torch.equal(first, second) and not torch.equal(second, third)
+    assert third.isfinite().all()
+
+
+ARRANGEMENTS = {
+    **{f"{stage}, {function.__name__}": (stage, function) for stage in STAGES
+       for function in (alone, in_a_chain, with_experts)},
+    "hybrid": ("tests.variants.on_pairs", alone),
+    "hybrid of stage 3": ("tests.variants.on_pairs_of_stage_3", alone),
+    "hybrids in a chain": ("tests.variants.on_pairs", in_a_chain),
+    "muon in a chain": ("variants.muon", in_a_chain),
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@on_ranks(4, bad_rank=range(4), layer=["dense", "expert"], clips=[False, True])
+def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, bad_rank, layer, clips):
+    """The scale stays the same on all ranks, and a step the same as without a scaler."""
+    stage, arrange = ARRANGEMENTS[arrangement]
+    model, optimizer = arrange(rank.rank, functools.partial(sgd_of, stage))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+
+    def step():
+        if clips:
+            optimizer.clip_grad_norm_(1e3 * scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+
+    history = train(rank.rank, model, optimizer, lambda loss: scaler.scale(loss).backward(), step,
+                    getattr(model, layer) if rank.rank == bad_rank else None)
+    assert_second_is_left_out(history)
+    assert scaler.get_scale() == 32.0
+    plain, unscaled = arrange(rank.rank, functools.partial(sgd_of, stage))
+    first = train(rank.rank, plain, unscaled, torch.Tensor.backward, unscaled.step, None)[1]
+    torch.testing.assert_close(history[1], first)
+
+
+OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain), "experts": (FINITE, with_experts),
+             "an expert that is checked": (FINITE, expert_is_checked), "hybrid": (FiniteHybrid, alone),
+             "hybrids in a chain": (FiniteHybrid, in_a_chain)}
+
+
+def finite_of(kind, params, **kwargs):
+    make = kind if isinstance(kind, type) else optimizer_of(kind)
+    return make(params, torch.optim.SGD, lr=1.0, **kwargs)
+
+
+@pytest.mark.parametrize("arrangement", OF_FINITE)
+@on_ranks(4, bad_rank=range(4), layer=["dense", "expert"], clips=[False, True], skip=[False, True])
+def test_finite_skips_or_raises_on_all_ranks(rank, arrangement, bad_rank, layer, clips, skip):
+    """An error names the rank that has the nan; with `skip` the step is left out in each optimizer."""
+    kind, arrange = OF_FINITE[arrangement]
+    if arrange is expert_is_checked and (layer == "dense" or bad_rank % 2 == 0):
+        return  # nobody looks there
+    model, optimizer = arrange(rank.rank, functools.partial(finite_of, kind, skip=skip))
+    errors, parts = [], getattr(optimizer, "optimizers", [optimizer])
+
+    def step():
+        try:
+            if clips:
+                optimizer.clip_grad_norm_(1e3)
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+            assert not any(part.has_grads for part in parts)
+
+    history = train(rank.rank, model, optimizer, torch.Tensor.backward, step,
+                    getattr(model, layer) if rank.rank == bad_rank else None)
+    assert_second_is_left_out(history)
+    words = "a gradient is nan or inf: of parameter "
+    assert len(errors) == (0 if skip else 1) and all(words in error for error in errors)
+    assert all(f"weight on rank {bad_rank}" in error for error in errors)
+    assert all(part.n_skipped == int(skip) for part in parts if hasattr(part, "n_skipped"))
+
+
+# ------------------------------------------------------------------------------- what a step that is left out leaves
+
+
+def left_out(rank, how):
+    """Return a parameter, its optimizer, and a function that takes a step, which a nan spoils if it is told so."""
+    param = nn.Parameter(torch.zeros(5))
+    optimizer = sgd_of(FOUR, [param]) if how == "scaler" else sgd_of(FINITE, [param], skip=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(is_bad, closure=None):
+        loss = param.sum() * (math.nan if is_bad and rank.rank == 0 else 1)
+        if how == "finite":
+            loss.backward()
+            return optimizer.step(closure)
+        scaler.scale(loss).backward()
+        result = scaler.step(optimizer, *[closure] * (closure is not None))
+        scaler.update()
+        return result
+    return param, optimizer, step
+
+
+@on_ranks(2, how=["finite", "scaler", "both"])
+def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank, how):
+    """Under a warm-up the first step is left out. A count of an average's steps doesn't go on."""
+    param, optimizer, step = left_out(rank, how)
+    calls = []
+    hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("any before")),
+             register_optimizer_step_post_hook(lambda *_: calls.append("any after")),
+             optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
+             optimizer.register_step_post_hook(lambda *_: calls.append("after"))]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: [0.25, 0.5, 1.0, 1.0][number])
+    for is_bad, lr, moved_to in ((True, 0.25, 0.0), (False, 0.25, -0.25), (True, 0.5, -0.25), (False, 0.5, -0.75)):
+        step(is_bad)
+        assert optimizer.param_groups[0]["lr"] == lr and param.unique().tolist() == [moved_to]
+        assert calls == ([] if is_bad else ["any before", "before", "after", "any after"])
+        calls.clear()
+        if not is_bad:
+            schedule.step()
+    for hook in hooks:
+        hook.remove()
+
+
+@on_ranks(2, how=["finite", "scaler", "both"], is_bad=[False, True])
+def test_a_closure_is_called_once_whether_the_step_is_left_out_or_not(rank, how, is_bad):
+    _, _, step = left_out(rank, how)
+    calls = []
+    assert step(is_bad, lambda: calls.append(0) or float(rank.rank)) == 0.5
+    assert calls == [0]
+
+
+@on_ranks(4)
+def test_the_loss_of_a_closure_is_the_mean_of_all_groups_of_a_hybrid(rank):
+    model, chain = in_a_chain(rank.rank, functools.partial(sgd_of, "tests.variants.on_pairs"))
+    assert chain.step(lambda: (model(torch.ones(4, 8)).sum().backward(), float(rank.rank))[1]) == 1.5
+
+
+class OwnStep(stage4_overlap.DistributedOptimizer):
+    def step(self, closure=None, *, grad_scaler=None):
+        return super().step(closure, grad_scaler=grad_scaler)
+
+
+@on_ranks(2)
+def test_a_class_with_a_step_of_its_own_calls_hooks_once(rank):
+    calls, param = [], nn.Parameter(torch.zeros(5))
+    optimizer = OwnStep([param], torch.optim.SGD, lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    param.sum().backward()
+    optimizer.step()
+    assert calls == ["after"]
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4, how=["a part of a chain", "experts by themselves", "unscale_ of a part"])
+def test_grad_scaler_takes_no_optimizer_that_does_not_decide_alone(rank, stage, how):
+    """An inf in it would be known to its own ranks alone, and their scale would part from that of the others."""
+    model = Model(rank.rank, ep=pairs()[rank.rank // 2])
+    dense = sgd_of(stage, model.dense.parameters())
+    expert = sgd_of(stage, model.expert.parameters(), process_group=pairs()[2 + rank.rank % 2],
+                    average_over=dist.group.WORLD)
+    chain = None if how == "experts by themselves" else Chained(dense, expert)
+    scaler, start = torch.amp.GradScaler("cpu", init_scale=64.0), values(model)
+    scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
+    if how == "unscale_ of a part":
+        scaler.unscale_(dense)
+        error = error_of(lambda: scaler.step(chain))
+    else:
+        error = error_of(lambda: scaler.step(expert))
+    assert "GradScaler takes a Chained of all optimizers of the model" in error
+    assert torch.equal(values(model), start)
