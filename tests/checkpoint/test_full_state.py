@@ -13,7 +13,7 @@ import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict, reshard
 from tests.checkpoint import ADAMW, SHARDED, a_run, alone, small, train
 from tests.checkpoint.compare import close, equal, full, nothing_changes, weights
-from tests.common import OPTIMIZERS, STAGES, batch, loss_of, on_ranks, optimizer_of, trainable
+from tests.common import OPTIMIZERS, STAGES, batch, error_of, loss_of, on_ranks, optimizer_of, trainable
 from tests.pairs import Pair, Replicated, assert_same
 
 F, B, H = torch.float32, torch.bfloat16, torch.float16
@@ -282,3 +282,12 @@ def test_who_is_outside_has_no_part_in_the_state(rank, stage, tmp_path):
 def test_whole_parameters_stay_where_they_are(rank, stage):
     with pytest.raises(TypeError, match="reshard.. moves optimizers of stages 3 and 4"):
         reshard(a_run(rank, stage)[1], None)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_state_that_one_rank_has_cleared_is_not_put_together(rank, stage):
+    _, optimizer = small(rank, stage, torch.nn.Linear(40, 40))
+    if rank.rank == 1:
+        optimizer.optimizer.state.clear()
+    line = error_of(lambda: full(optimizer))
+    assert "elements only: some ranks have stepped it and others not, or cleared it" in line

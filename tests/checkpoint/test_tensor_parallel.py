@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import checkpoint
@@ -142,3 +142,22 @@ def test_a_running_program_moves_along_the_data_parallel_dimension(rank, tmp_pat
         alone = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(RuntimeError, match="must be called with it, and no other|must move to as many"):
         checkpoint.reshard(optimizer, alone)
+
+
+@on_ranks(4)
+def test_what_tensor_parallel_ranks_have_alike_is_written_once(rank, tmp_path):
+    """Three rows on two ranks are two and one: ranges of the parameter behind them begin elsewhere on each."""
+    def build(value):
+        rows = distribute_tensor(torch.full((3, 32), value), mesh["tp"], [Shard(0)])
+        params = nn.ParameterList([nn.Parameter(rows), nn.Parameter(torch.full((200,), value))])
+        return params, stage4_overlap.DistributedOptimizer(params.parameters(), process_group=mesh["dp"].get_group())
+
+    mesh = mesh_of(rank)
+    (params, optimizer), (others, again) = build(1.0), build(2.0)
+    (params[0].to_local().square().sum() + params[1].square().sum()).backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "one", params, optimizer)
+    checkpoint.load(tmp_path / "one", others, again)
+    assert all(torch.equal(local(one), local(other)) for one, other in zip(params, others))
+    shards = [own.state_dict()["state"][1]["exp_avg"] for own in (optimizer, again)]
+    assert torch.equal(*(shard.full_tensor() for shard in shards))
