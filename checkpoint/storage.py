@@ -139,9 +139,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             if key not in stored:
                 others = [name for name in stored if name not in self.state_dict
                           and not name.startswith(self.may_be_unused)]
-                raise ForeignCheckpoint(f"it has no {key}" + (f", but {others[0]}" if others else ""))
+                ending = f", but {others[0]}" if others else ""
+                raise ForeignCheckpoint(f"it is of another model: it has no {key}{ending}")
             if isinstance(stored[key], TensorStorageMetadata) and isinstance(value, torch.Tensor):
-                saved_dtype = stored[key].properties.dtype
+                saved_shape, saved_dtype = tuple(stored[key].size), stored[key].properties.dtype
+                if saved_shape != tuple(value.shape):
+                    raise ForeignCheckpoint(f"it is of another model: {key} has shape {saved_shape} there, "
+                                            f"{tuple(value.shape)} here")
                 if saved_dtype != value.dtype and saved_dtype.is_floating_point != value.is_floating_point():
                     raise ForeignCheckpoint(f"{key} is {saved_dtype}, and {value.dtype} here")
         return dataclasses.replace(super().create_local_plan(), planner_data=[*self.state_dict])

@@ -278,4 +278,4 @@ def counted(entries):
 def has_number(saved, number):
     """Return whether `number` is somewhere in a state_dict."""
     return any(float(leaf) == float(number) for leaf in tree_leaves(saved)
-               if isinstance(leaf, (int, float)) or torch.is_tensor(leaf) and not leaf.dim())
+               if isinstance(leaf, (int, float)) or type(leaf) is torch.Tensor and not leaf.dim())

@@ -251,7 +251,7 @@ WRONG_VARIANTS = {
     "remainder16": ("self.remainder.copy_(bits)", "self.remainder.zero_()", [TRAINS]),
     "moments16": ("self.cast_moments(bucket, torch.bfloat16)", "pass", [TRAINS, HOLDS]),
     "offload": ("copy=True)\n\n\nclass", "copy=False)\n\n\nclass", [HOLDS]),
-    "finite": ("(flags == 0)", "(flags == 2)", [TELLS]),
+    "finite": ("(1 - flags)", "(0 * flags)", [TELLS]),
     "blocks": ("place(BLOCK)", "place(alignment)", [TRAINS]),
     "chained": ("torch.stack(shares)", "torch.stack(shares[:1])", [TRAINS]),
     "wire16 half left out": ("self.reduce_dtype = torch.float32", "pass", ["in which dtype parts are added"]),
