@@ -50,7 +50,6 @@ STEPS = [
       for rate in ("300mbit", "1gbit")),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid.json",
          f"{TWO_HOSTS} --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'", ("300mbit",)),
-    Step("saving and loading", 9, "saving.json", "-m harness.saving --gigabytes 1 --rounds 3"),
     Step("losses", 3, "losses.json", "-m harness.losses"),
     Step("same bits", 3, "same_bits.json", "-m harness.same_bits"),
     Step("faults", 15, "faults.json", "-m pytest -q -p tests.harness.faults -m faults"),

@@ -16,7 +16,6 @@ from harness.take import core_lines
 
 FP32_BYTES = 4
 GPUS = ("cuda.json",)
-CHECKPOINTS = "saving.json", "faults.json"
 
 
 def origin(files):
@@ -164,8 +163,7 @@ def ladder_sheet():
 
 BLOCKS = {
     "ladder": lambda: tables.markdown(ladder_sheet()),
-    "made": lambda: origin([name for name in saved.FILES if name not in (*GPUS, *CHECKPOINTS)]),
-    "made_checkpoints": lambda: origin(CHECKPOINTS),
+    "made": lambda: origin([name for name in saved.FILES if name not in GPUS]),
     "made_gpu": lambda: origin(GPUS),
     "settings": lambda: code(*(textwrap.fill(tables.settings_line(result.conditions), 100)
                                for result in (saved.load_bench(), saved.by_rate()[0]))),
@@ -182,7 +180,6 @@ BLOCKS = {
     "phases": lambda: phases(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
     "host": lambda: shown(host(saved.load_bench())),
-    "saving": lambda: sheets_of("saving.json", "saving"),
     "faults": lambda: sheets_of("faults.json", "faults"),
     "cuda": cuda,
     "plan": plans,

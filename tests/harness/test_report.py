@@ -80,13 +80,11 @@ def test_what_pages_say_of_the_plan_is_so():
 
 
 def test_all_figures_but_the_gpus_are_of_one_commit():
-    """As `make figures` leaves them; or saving.json is of a later one: its steps made denormals before."""
+    """As `make figures` leaves them."""
     names = {step.file for step in figures.STEPS}
     assert {path.name for path in (HERE / "results").glob("*.json")} == names | set(pages.GPUS)
     commits = {name: {made.commit for _, made in results.provenance(read(name))} for name in names}
-    later = {"saving.json"}
-    for files in (names - later, later):
-        assert len(set().union(*(commits[name] for name in files))) == 1, commits
+    assert len(set().union(*commits.values())) == 1, commits
 
 
 def test_how_long_an_evening_is():
@@ -294,19 +292,19 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     mine.find("stage 4 overlap").vs_reference = 0.42
     mine.conditions.date = "3000-01-01"
     network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
-    own = [(name, read(name)) for name in ("faults.json", "plan.json", "saving.json")]
+    own = [(name, read(name)) for name in ("faults.json", "plan.json")]
     for name, result in (("bench.json", mine), ("network_variants.json", network), *own):
         (shown / "measured" / name).write_text(results.to_json(result), encoding="utf-8")
     before = {path: path.read_bytes() for path in shown.glob("*/*.json")}
     pages.main()
     assert before == {path: path.read_bytes() for path in shown.glob("*/*.json")}
     out, found = capsys.readouterr().out, pages.measured_sheets()
-    bench, network, saving, *_ = texts = [sheet_text(sheet, tables.WIDTH) for sheet in found]
+    bench, network, faults, *_ = [sheet_text(sheet, tables.WIDTH) for sheet in found]
     assert bench.splitlines()[0] == "Yours beside the published ones: bench.json" and bench.splitlines()[0] in out
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
     assert "3000-01-01" in bench and "Yours beside the published ones: network_variants.json, 9gbit" in network
     assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
-    assert saving.startswith("Yours: Saving and loading") and "Yours: Faults" in "".join(texts)
+    assert faults.startswith("Yours: Faults")
     assert all(fits(sheet, tables.WIDTH) for sheet in found)
 
 
