@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import NamedTuple
 
-from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, pictures, same_bits, tables
+from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, losses, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import Report, Row, Sheet
@@ -191,7 +191,7 @@ PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json"
             "buckets.svg": lambda: links.sweep_picture(saved.at_all_rates()),
             "gpu_overlap.svg": lambda: drawn_steps("cuda.json"),
             "plan.svg": lambda: drawn_steps("plan.json"),
-            "same_bits.svg": lambda: same_bits.picture(saved.load("same_bits.json"))}
+            "same_bits.svg": lambda: losses.picture(saved.load("losses.json"))}
 
 
 def drawn_steps(name):
