@@ -183,7 +183,7 @@ BLOCKS = {
     "faults": lambda: sheets_of("faults.json", "faults"),
     "cuda": cuda,
     "plan": plans,
-    "plan_check": lambda: sheets_of("plan.json", "two hosts", "published"),
+    "plan_check": lambda: sheets_of("plan.json", "published"),
 }
 # By the name of a file in results/. "" where no sweep was made.
 PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json").at_all_rates()),
@@ -216,8 +216,7 @@ def figures():
     numbers = {
         "ddp_7b": memory.numbers("peak")["ddp bf16"], "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16],
         "ddp_70b": ms_70b["ddp bf16"], "stage4_70b": ms_70b[catalogue.STAGE_4_BF16],
-        "fitting": sum(d is not None for d in memory.numbers("fits_from").values()), "runs": check["runs"],
-        "near": check["runs within 10 %"],
+        "fitting": sum(d is not None for d in memory.numbers("fits_from").values()),
         "off_theirs": math.ceil(max(percents("predicted", False, "overlapped", "distributed"))),
         "off_users": math.floor(min(percents("predicted", True, "overlapped"))),
         "off_users_own": math.floor(min(percents("predicted, user's", True, "overlapped"))),
