@@ -36,7 +36,7 @@ help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo '    WHAT=network RATE=300mbit   on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo '    WHAT=curve              time over computing alone, from 200 Mbit/s to 2.5 Gbit/s  (half an hour)'
-	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG and Perfetto trace; STAGE=all: ddp and the four stages'
+	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG; STAGE=all: ddp and the four stages'
 	@echo '    WHAT=host               what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo '    WHAT=cuda               stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make test                   all that code decides, on all stages: minutes  (ARGS="-k clip", on GPUs "--gpu")'
