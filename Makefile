@@ -1,4 +1,4 @@
-# make bench WHAT=rows|network|curve|timeline|host|saving|cuda | test | check | train STAGE=3 | grade STAGE=my_package
+# make bench WHAT=rows|network|curve|timeline|host|cuda | test | check | train STAGE=3 | grade STAGE=my_package
 # make show STAGE=3 | faults | plan MODEL=7b | figures | report | diff A=2 B=3
 # The first command makes an environment in .venv, with torch as TORCH says. `make bench PYTHON=python3` uses one that
 # has torch already, and installs nothing.
@@ -36,9 +36,8 @@ help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo '    WHAT=network RATE=300mbit   on two hosts, made here, with a line of that rate  (needs root, iproute2)'
 	@echo '    WHAT=curve              time over computing alone, from 200 Mbit/s to 2.5 Gbit/s  (half an hour)'
-	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG and Perfetto trace; STAGE=all: ddp and the four stages'
+	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG; STAGE=all: ddp and the four stages'
 	@echo '    WHAT=host               what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
-	@echo '    WHAT=saving             GB/s of checkpoints beside torch.save and the disk; what a step waits for them'
 	@echo '    WHAT=cuda               stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
 	@echo 'make test                   all that code decides, on all stages: minutes  (ARGS="-k clip", on GPUs "--gpu")'
 	@echo 'make test-all               also what waits: kills, torchrun, two hosts, a browser, other frameworks'
@@ -51,7 +50,7 @@ help:
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
-	@echo 'make figures                all figures of results/ anew, of one commit: 70 minutes, root, iproute2'
+	@echo 'make figures                all figures of results/ anew, of one commit: an hour, root, iproute2'
 	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
@@ -64,9 +63,8 @@ BENCH_timeline = $(if $(call one_of,$(STAGE),$(STAGES) all),, \
 		$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES)), and all)) \
 	-m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
 BENCH_host = -m harness.host_time
-BENCH_saving = -m harness.saving
 BENCH_cuda = -m harness.gpu_step
-KINDS = rows network curve timeline host saving cuda
+KINDS = rows network curve timeline host cuda
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from harness.workers import WorkerError, Workers, start_forkserver
-from tests.common import STAGES
+from tests.common import STAGES, in_groups_of_its_own
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
 ON_GPUS = [f"test_{name}.py" for name in ("checkpoint", "contract", "dtensor", "dtypes", "hostile", "ledger", "memory",
@@ -94,25 +94,18 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-RENEWED_AFTER = 100  # calls, because each process group that a test leaves behind has threads that look for messages
-
-
 class Pools:
     """Starts Workers for a world size when they are first asked for. Idle ranks cost memory, and nothing else."""
 
     def __init__(self):
         self.started = {}  # world size -> Workers
-        self.n_calls = collections.Counter()
         self.locks = collections.defaultdict(threading.Lock)  # a world size runs one call at a time
 
     def run(self, world_size, function, *args, **kwargs):
         with self.locks[world_size]:
             if world_size not in self.started:
                 self.started[world_size] = Workers(world_size, timeout_s=300, limit_s=1200)
-            self.n_calls[world_size] += 1
-            if self.n_calls[world_size] % RENEWED_AFTER == 0:
-                self.started[world_size].kill()
-            return self.started[world_size].run(function, *args, **kwargs)
+            return self.started[world_size].run(in_groups_of_its_own, function, *args, **kwargs)
 
     def answer(self, world_size, call):
         """Do what `run` does for another process, in bytes, because a manager would share the memory of tensors."""

@@ -7,7 +7,7 @@ rows                            the catalogue: each configuration with what it s
 ledger, memory                  count messages and bytes from outside
 results, tables, pictures       what measurements are saved as, and how it is shown
 examine, every_row, timeline    measure rows on ranks; alone: in one process that plays rank 0 of d
-host_time, gpu_step, saving, losses, same_bits, two_hosts (with links), plan (with replay, plan_check)    measure
+host_time, gpu_step, losses, two_hosts (with links), plan (with replay, plan_check)    measure
 figures, pages                  run all of them, and write the pages; take: writes a stage as a package
 """
 

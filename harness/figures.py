@@ -50,11 +50,9 @@ STEPS = [
       for rate in ("300mbit", "1gbit")),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid.json",
          f"{TWO_HOSTS} --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'", ("300mbit",)),
-    Step("saving and loading", 9, "saving.json", "-m harness.saving --gigabytes 1 --rounds 3"),
-    Step("losses", 3, "losses.json", "-m harness.losses"),
-    Step("same bits", 3, "same_bits.json", "-m harness.same_bits"),
+    Step("losses, the same bits", 6, "losses.json", "-m harness.losses"),
     Step("faults", 15, "faults.json", "-m pytest -q -p tests.harness.faults -m faults"),
-    Step("plan of 7b, and its check on the steps above", 1, "plan.json", "-m harness.plan --check"),
+    Step("plan of 7b, and its check", 1, "plan.json", "-m harness.plan --check"),
     Step("plan of 70b", 1, "plan_70b.json", "-m harness.plan --model 70b --tensor-parallel 8"),
 ]
 REPORT = ["-m harness.pages", "-m show --pages", "-m variants --page"]

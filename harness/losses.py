@@ -1,17 +1,20 @@
-"""Compares the losses of variants that store or send fewer bits with stage 4's: same text and steps, several seeds.
+"""Trains variants on text: the losses of those with fewer bits, and how far 1 to 8 ranks are from each other.
 
     python -m harness.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
 
 It trains a small GPT on the source of Python's standard library. The loss is that after the last step, on text that no
-step has seen. `--json results/losses.json` puts the result there, and `make report` its table into variants/README.md.
+step has seen. Then DDP, stage 4 and variants/same_bits.py train on 1, 2, 4 and 8 ranks. `--json results/losses.json`
+puts the result there. `make report` writes the losses into variants/README.md, and draws the other differences for
+docs/same_bits.md.
 """
 
+import contextlib
 import statistics
 
 import torch
 
-from harness import FOUR, command_line, corpus, results
-from harness.examine import Settings, made_here, make_batches, make_model
+from harness import FOUR, command_line, corpus, pictures, results
+from harness.examine import Settings, adamw, made_here, make_batches, make_model
 from harness.results import Report
 from harness.rows import ddp, ddp_summed_in_bf16, stage
 from harness.tables import column, made_line, names, sheet_of, sheet_text
@@ -69,6 +72,81 @@ def loss_sheet(losses, bases, n_steps, conditions):
         "dtype, same seed.", conditions])
 
 
+# ------------------------------------------------------------------------- The same steps on 1, 2, 4 and 8 ranks
+
+
+LEAVES = 8  # micro-batches of a step, whichever rank computes them
+RANKS = 1, 2, 4, 8
+MAX_NORM = 1.0
+BY_RANKS = Settings("nano", batch_size=2, sequence_length=32, steps=200)
+SAME_BITS = "same_bits"
+METHODS = {"DDP": ddp, "stage 4": stage(FOUR), SAME_BITS: stage("variants.same_bits", leaves=LEAVES)}
+COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", SAME_BITS: "#d06a2c"}
+
+
+def params_by_step(rank, method, n_steps):
+    """Train with `method`. Returns all parameters after each step, (n_steps, n), as an array of numpy."""
+    training = METHODS[method](make_model(BY_RANKS, rank, "float32"), adamw(BY_RANKS))
+    text, _ = corpus.split(corpus.load_bytes())
+    n_own = LEAVES // rank.world_size
+    own = [corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
+           for leaf in range(rank.rank * n_own, (rank.rank + 1) * n_own)]
+    steps = []
+    for step in range(n_steps):
+        for leaf in own:
+            with contextlib.nullcontext() if leaf is own[-1] else training.no_sync():
+                loss = training.forward(*leaf.batch(step))
+                (loss if method == SAME_BITS else loss / n_own).backward()  # same_bits divides by the leaves itself
+        clip = getattr(training.optimizer, "clip_grad_norm_", None)
+        if clip:
+            clip(MAX_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), MAX_NORM)
+        training.update()
+        training.zero_grad()
+        steps.append(torch.cat([param.flatten() for param in training.full_params()]))
+    return torch.stack(steps).numpy()
+
+
+def measure_differences(n_steps):
+    """Train with each method on 1, 2, 4 and 8 ranks. Returns {name: largest difference from 1 rank, by step}."""
+    alone, differences = {}, {}
+    for n_ranks in RANKS:
+        with Workers(n_ranks, timeout_s=600) as workers:
+            for method in METHODS:
+                steps = on_rank_0(workers, params_by_step, method, n_steps)
+                if n_ranks == 1:
+                    alone[method] = steps
+                else:
+                    by_step = abs(steps.astype(float) - alone[method]).max(axis=1)
+                    differences[f"{method}, {n_ranks} ranks"] = by_step.tolist()
+    return differences
+
+
+def difference_sheet(differences):
+    return sheet_of("After each step", differences, {
+        "name": names(str), "params": column("parameters", differences.get, "measured", "small")})
+
+
+def picture(report):
+    """Draw how far the parameters are from those on one rank, by step."""
+    figure, (axis,) = pictures.panels(1, 1, (7.6, 3.6))
+    curves = report.sheets["by_step"].numbers("params")
+    differences = [difference for curve in curves.values() for difference in curve if difference]
+    least = min(differences) / 10
+    for name, curve in curves.items():
+        method, ranks = name.split(", ")
+        axis.plot(range(1, len(curve) + 1), [max(difference, least) for difference in curve], color=COLOURS[method],
+                  label=name, linestyle={"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}[ranks])
+    axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
+    powers = [10.0**power for power in range(-9, 1) if 2 * least < 10.0**power < 2 * max(differences)]
+    axis.set_yticks([least, *powers], ["0", *(f"{power:.0e}" for power in powers)])
+    axis.minorticks_off()
+    axis.grid(True)
+    figure.legend(loc="outside right upper")
+    return pictures.drawn(figure)
+
+
 def describe(rank):
     """Say in a line under which conditions the losses hold."""
     numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
@@ -89,8 +167,9 @@ def main():
     with Workers(args.ranks, timeout_s=600) as workers:
         losses = measure(workers, args.steps, args.seeds)
         conditions = on_rank_0(workers, describe)
+    differences = measure_differences(min(args.steps, BY_RANKS.steps))
     sheet = loss_sheet(losses, {name: base for name, (_, base) in CONFIGURATIONS.items()}, args.steps, conditions)
-    report = Report(made_here(), {"losses": sheet})
+    report = Report(made_here(), {"losses": sheet, "by_step": difference_sheet(differences)})
     command_line.write_and_show(args.json, results.to_json(report), parser.error, lambda: print(sheet_text(sheet)))
 
 

@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import NamedTuple
 
-from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, pictures, same_bits, tables
+from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, losses, pictures, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import Report, Row, Sheet
@@ -16,7 +16,6 @@ from harness.take import core_lines
 
 FP32_BYTES = 4
 GPUS = ("cuda.json",)
-CHECKPOINTS = "saving.json", "faults.json"
 
 
 def origin(files):
@@ -164,8 +163,7 @@ def ladder_sheet():
 
 BLOCKS = {
     "ladder": lambda: tables.markdown(ladder_sheet()),
-    "made": lambda: origin([name for name in saved.FILES if name not in (*GPUS, *CHECKPOINTS)]),
-    "made_checkpoints": lambda: origin(CHECKPOINTS),
+    "made": lambda: origin([name for name in saved.FILES if name not in GPUS]),
     "made_gpu": lambda: origin(GPUS),
     "settings": lambda: code(*(textwrap.fill(tables.settings_line(result.conditions), 100)
                                for result in (saved.load_bench(), saved.by_rate()[0]))),
@@ -182,11 +180,10 @@ BLOCKS = {
     "phases": lambda: phases(saved.load_bench()),
     "bench_16bit": lambda: bench(saved.load("bench_bfloat16.json")),
     "host": lambda: shown(host(saved.load_bench())),
-    "saving": lambda: sheets_of("saving.json", "saving"),
     "faults": lambda: sheets_of("faults.json", "faults"),
     "cuda": cuda,
     "plan": plans,
-    "plan_check": lambda: sheets_of("plan.json", "two hosts", "published"),
+    "plan_check": lambda: sheets_of("plan.json", "published"),
 }
 # By the name of a file in results/. "" where no sweep was made.
 PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json").at_all_rates()),
@@ -194,7 +191,7 @@ PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json"
             "buckets.svg": lambda: links.sweep_picture(saved.at_all_rates()),
             "gpu_overlap.svg": lambda: drawn_steps("cuda.json"),
             "plan.svg": lambda: drawn_steps("plan.json"),
-            "same_bits.svg": lambda: same_bits.picture(saved.load("same_bits.json"))}
+            "same_bits.svg": lambda: losses.picture(saved.load("losses.json"))}
 
 
 def drawn_steps(name):
@@ -219,8 +216,7 @@ def figures():
     numbers = {
         "ddp_7b": memory.numbers("peak")["ddp bf16"], "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16],
         "ddp_70b": ms_70b["ddp bf16"], "stage4_70b": ms_70b[catalogue.STAGE_4_BF16],
-        "fitting": sum(d is not None for d in memory.numbers("fits_from").values()), "runs": check["runs"],
-        "near": check["runs within 10 %"],
+        "fitting": sum(d is not None for d in memory.numbers("fits_from").values()),
         "off_theirs": math.ceil(max(percents("predicted", False, "overlapped", "distributed"))),
         "off_users": math.floor(min(percents("predicted", True, "overlapped"))),
         "off_users_own": math.floor(min(percents("predicted, user's", True, "overlapped"))),

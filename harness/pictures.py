@@ -1,4 +1,4 @@
-"""Draws recorded steps: as text for the terminal, as a trace for Perfetto, and as SVG by matplotlib."""
+"""Draws recorded steps: as text for the terminal, and as SVG by matplotlib."""
 
 import collections
 import importlib.util
@@ -38,25 +38,6 @@ def drawn(figure):
     text = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", file.getvalue())  # a hundredth is invisible
     text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLE}<defs>", 1)  # a path is one line
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-
-
-def trace(rows):
-    """Return steps in Chrome's trace format, for https://ui.perfetto.dev: a row is a process, a lane a thread."""
-    events = []
-    for process, (name, step) in enumerate(rows):
-        spans = [(phase, "phases", start, end) for phase, start, end in step.phases]
-        spans += [("computes", "computes", start, end) for start, end in step.busy]
-        spans += [(f"{message.kind} {message.bytes} bytes", message.kind, message.start, message.end)
-                  for message in step.communication]
-        threads = {lane: thread for thread, lane in enumerate(dict.fromkeys(lane for _, lane, *_ in spans))}
-        events += [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}]
-        events += [{"ph": "C", "name": "memory", "pid": process, "ts": i / MEMORY_PARTS * step.seconds * 1e6,
-                    "args": {"bytes": n_bytes}} for i, n_bytes in enumerate(step.memory)]
-        events += [{"ph": "X", "name": name, "pid": process, "tid": threads[lane], "ts": start * 1e6,
-                    "dur": (end - start) * 1e6} for name, lane, start, end in spans]
-        events += [{"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}}
-                   for lane, thread in threads.items()]
-    return {"traceEvents": events}
 
 
 PARAMETERS = ("all_gather", "broadcast")

@@ -1,73 +1,17 @@
-"""Checks the time model of make plan: modelled seconds beside runs of this project, and beside published runs."""
+"""Checks the time model of make plan: modelled seconds beside published runs."""
 
 import functools
-import math
-import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness import alone, models
-from harness import results as saved
 from harness import rows as catalogue
 from harness.replay import DEVICES, Hardware, calibrated, replay
-from harness.rows import HasRowId, RowId
+from harness.rows import RowId
 from harness.tables import column, names, sheet_of
-from stage4_overlap.transport import GlooTransport
 
-ROWS = [*catalogue.LADDER, "owner reduce"]  # of the runs on two hosts
 cost_of = functools.lru_cache(alone.cost_of)
 record = functools.lru_cache(alone.record)
-
-
-# ------------------------------------------------------------------------------------------- Two hosts on one machine
-
-
-MEMORY_RATE = 5e9  # bytes per second, for one core
-LATENCY_S = 2e-4  # of a message
-PAYLOAD = 1448 / 1514  # TCP's bytes in a full packet
-
-
-@dataclass
-class ModelledRun(HasRowId):
-    """A step on two hosts. `rate`: of the link between them."""
-    rate: str
-    base: str
-    bucket_mb: float | None
-    measured_ms: float
-    modelled_ms: float
-
-    @property
-    def error(self):
-        return self.modelled_ms / self.measured_ms - 1
-
-
-def two_hosts():
-    """Model this project's own runs, at each rate, and of sweeps of bucket size. Returns a list of ModelledRuns."""
-    runs = []
-    for result in saved.at_all_rates():
-        alone_s = result.timed(catalogue.COMPUTE_ONLY).median_ms / 1e3
-        for table in (result, result.sweep):
-            if table:
-                runs += runs_of(table, result.conditions, alone_s)
-    return runs
-
-
-def runs_of(table, link, alone_s):
-    """Model the rows of a Result or Sweep on a `link`, calibrated by the seconds of computing alone."""
-    conditions = table.conditions
-    spec = models.NAMED[conditions.model]
-    cost = cost_of(spec, "float32", conditions.batch_size, conditions.sequence_length)
-    computing = record(RowId(catalogue.COMPUTE_ONLY), spec, 1, cost).events
-    hosts = Hardware(1.0, MEMORY_RATE, math.inf, PAYLOAD * link.bits_per_second / 8, per_node=1,
-                     latency_between=LATENCY_S, backend="exchange")
-    hosts = calibrated("flops", lambda hardware: replay(computing, hardware, 1).seconds, hosts, alone_s)
-    runs = []
-    for row in sorted(table.rows, key=lambda row: row.name):
-        if row.rounds_ms and row.base in ROWS:
-            events = record(row.row_id, spec, conditions.ranks, cost, GlooTransport).events
-            modelled_ms = 1e3 * replay(events, hosts, conditions.ranks).seconds
-            runs.append(ModelledRun(link.rate, *row.row_id, row.median_ms, modelled_ms))
-    return runs
 
 
 # -------------------------------------------------------------------------------------------------- Published runs
@@ -154,30 +98,15 @@ def published():
         *modelled("none hidden", overlapped, users, is_hidden=False)])
 
 
-# --------------------------------------------------------------------------------------------------------- Its tables
+# ---------------------------------------------------------------------------------------------------------- Its table
 
 
-def add_to(report, own_runs, calibration):
-    """Add the check to a Report of make plan: its two tables, and figures for sentences of a page."""
-    report.sheets["two hosts"] = two_hosts_sheet(own_runs)
+def add_to(report, calibration):
+    """Add the check to a Report of make plan: its table, and figures for sentences of a page."""
     report.sheets["published"] = published_sheet(calibration.runs)
     report.figures |= {
-        "runs": len(own_runs), "runs within 10 %": sum(abs(run.error) <= 0.1 for run in own_runs),
         "publisher's TFLOP/s": calibration.publishers.flops / 1e12, "user's TFLOP/s": calibration.users.flops / 1e12,
         "user's GB/s of a node": calibration.users.between / 1e9}
-
-
-def two_hosts_sheet(runs):
-    """Make the table of the errors of each row, over all links and sizes of buckets."""
-    errors = {}
-    for run in runs:
-        errors.setdefault(run.base, []).append(run.error)
-    return sheet_of(
-        "Two hosts: error of the model, all links and sizes of buckets", errors, {
-            "name": names(str), "steps": column("steps", lambda base: len(errors[base])),
-            "least": column("from\nerror", lambda base: min(errors[base]), "modelled", "+.1%"),
-            "median": column("median\nerror", lambda base: statistics.median(errors[base]), "modelled", "+.1%"),
-            "most": column("to\nerror", lambda base: max(errors[base]), "modelled", "+.1%")})
 
 
 def published_sheet(runs):

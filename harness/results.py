@@ -350,8 +350,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = {
     **dict.fromkeys(("bench.json", "bench_bfloat16.json", "bench_cuda.json", "bench_variants.json", "network.json",
                      "network_variants.json", "network_hybrid.json", "network_muon.json"), Result),
-    **dict.fromkeys(("cuda.json", "saving.json", "faults.json", "losses.json", "plan.json",
-                     "plan_70b.json", "same_bits.json"), Report)}
+    **dict.fromkeys(("cuda.json", "faults.json", "losses.json", "plan.json", "plan_70b.json"), Report)}
 
 
 def load(name, folder="results"):

@@ -1,6 +1,5 @@
 """Records one step of a row from outside, as rank x time: what computes, what is in flight, how much is alive."""
 
-import json
 import sys
 import time
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from harness.examine import WARMUP_STEPS, Settings, make_batches, make_training
 from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
-from harness.pictures import can_draw, svg, text, trace
+from harness.pictures import can_draw, svg, text
 from harness.results import Message, RecordedStep, length, most_alive, overlap, union
 from harness.workers import WorkerError, Workers
 
@@ -138,11 +137,10 @@ def main():
     add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
     add("--model", choices=MODELS, default="tiny", help="(default tiny)")
     command_line.add_sizes(add, batch_size=8)
-    add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture; the trace is beside it")
+    add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture")
     args = parser.parse_args()
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
-    for path in (args.out, args.out.with_suffix(".json")):
-        command_line.check_writable("--out", path, fail)
+    command_line.check_writable("--out", args.out, fail)
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]
@@ -155,16 +153,11 @@ def main():
                 for rank, step in enumerate(workers.run(record, settings, name)[: 1 if args.rows == "all" else None])]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     try:
-        write("--out", args.out.with_suffix(".json"), json.dumps(trace(rows)), fail)
         if can_draw():
             write("--out", args.out, svg(rows, title), fail)
     finally:  # the disk may be full
         print(text(rows))
-    trace_path = args.out.with_suffix(".json")
-    if can_draw():
-        print(f"written to {args.out} and {trace_path}")
-    else:
-        print(f"{trace_path}; for the picture: pip install matplotlib")
+    print(f"written to {args.out}" if can_draw() else "for the picture: pip install matplotlib")
 
 
 if __name__ == "__main__":

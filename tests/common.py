@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -9,11 +10,14 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from harness import STAGES as STAGES
 from harness import alone
+from harness.meeting import join
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -120,6 +124,45 @@ def play_situations(rank, module, name, kwargs):
         played = dict(zip(test.situations, values))
         with situation(played) if played else contextlib.nullcontext():
             test.__wrapped__(rank, **kwargs, **played)
+
+
+def in_groups_of_its_own(rank, function, *args, **kwargs):
+    """Call `function(rank, ...)`, and end all process groups that it has made: an idle one wakes 77 times a second.
+
+    Whoever caches a group does so for as long as the group of all ranks lives. So that one ends, too, and the ranks
+    meet anew. A rank may have made a group that another has not: they agree.
+    """
+    result = function(rank, *args, **kwargs)
+    n_groups = torch.tensor(len(dist.distributed_c10d._world.pg_map), device=rank.device)
+    dist.all_reduce(n_groups, dist.ReduceOp.MAX)
+    if n_groups > 1:
+        meet_anew(rank)
+    return result
+
+
+@functools.cache  # until the ranks meet anew: a rank that made another one would wait for the others
+def mesh_of(device_type, shape, names=None):
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+N_MEETINGS = itertools.count()  # the store still has the addresses of the groups that have ended
+
+
+def meet_anew(rank):
+    """End all process groups of this rank, and join a new one of the same ranks. Collective."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    dist.destroy_process_group()
+    # A group has threads until its last reference has gone. torch's caches keep meshes, and a mesh keeps its groups.
+    mesh_of.cache_clear()
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes equal those that are made next
+    gc.collect()
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        mesh._pg_registry.clear()
+    gc.freeze()  # the next collection is quick
+    place = rank.rank, rank.world_size
+    join(*place, *place, 300, dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store))
 
 
 @contextlib.contextmanager

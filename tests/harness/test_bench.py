@@ -17,12 +17,12 @@ from harness import alone, every_row, examine, host_time, models, results
 from harness import rows as catalogue
 from harness.examine import Settings
 from harness.pictures import PARAMETERS
-from harness.results import Made, Report, Result, Row
+from harness.results import Made, Result, Row
 from harness.rows import RowId
 from harness.tables import conditions_line
 from stage4_overlap.transport import Exchange
 from tests.common import on_ranks
-from tests.ranks import git, run_module
+from tests.ranks import git
 
 pytestmark = pytest.mark.waits
 
@@ -267,18 +267,3 @@ def test_what_is_gathered_is_what_was_shared_out(run, world_size, result):
             assert n_bytes / 4 / result.conditions.parameters == pytest.approx(gathered[stage], rel=1e-8)
         assert on_1024[stage] > 1.3  # a shard is a multiple of 64 bytes, in stage 2 as long as a parameter
     assert gathered["stage 2"] > 1.03
-
-
-def test_saving_is_measured_beside_the_disk(tmp_path):
-    """The bytes are those that the checkpoint has, and every row has its rate; how large it is says nothing here."""
-    run = run_module("harness.saving", "--gigabytes", "0.01", "--rounds", "1", "--json", tmp_path / "saving.json",
-                     TMPDIR=tmp_path)
-    assert run.code == 0, run.stderr
-    sheet = results.from_json(Report, (tmp_path / "saving.json").read_text()).sheets["saving"]
-    assert "Saving and loading 0.0 GB on 2 ranks" in run.stdout
-    seconds, rates = sheet.numbers("seconds"), sheet.numbers("rate")
-    assert set(seconds) == {"disk, write", "torch.save", "checkpoint.save", "disk, read", "torch.load",
-                            "checkpoint.load"}
-    for name in seconds:  # two layers: a parameter and two moments each
-        assert seconds[name][0] * rates[name][0] * 1e9 == pytest.approx(2 * 12 * 1024**2) and seconds[name][0] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["saving.json"]  # nothing is left on the disk

@@ -29,7 +29,7 @@ def make(*arguments):
       for n in ("99999999999", "0", "", "%", "two", "257")),
     *((["bench", "WHAT=timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to {len(STAGES)}, and all")
       for stage in ("", "*", "9")),
-    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host saving cuda")
+    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host cuda")
       for what in ("", "%", "gpu", "host cuda")),
     *((["diff", f"A={a}", "B=2"], f"there is no stage {a}: write A=2 B=3") for a in ("*", "7", "%", "1 2")),
 ], ids=str)
@@ -47,7 +47,7 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
       for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
                                     ("network", "--rows variants", "network_variants"))),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
-        ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("saving", "saving"), ("cuda", "gpu_step"))),
+        ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("cuda", "gpu_step"))),
 ], ids=str)
 def test_a_right_variable_of_make_is_taken(arguments, command):
     ended = make(*arguments)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from harness import every_row, figures, links, pages, plan, plan_check, replay, results, tables, take
+from harness import every_row, figures, links, pages, plan, replay, results, tables, take
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Row
 from harness.rows import ONE_PARAMETER, RowId
@@ -24,7 +24,7 @@ HERE, read = results.ROOT, results.load
 
 
 # What the plan assumes, and sizes that we chose: no measurement changes them.
-TYPED = {"plan.md": {"80 GB", "10 %", "2 %"}, "methods.md": {"5 GB", "100 GB"}}
+TYPED = {"plan.md": {"80 GB", "2 %"}, "methods.md": {"100 GB"}}
 
 
 @pytest.mark.parametrize("path", pages.files(), ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -63,7 +63,6 @@ def test_every_block_stands_once_and_every_figure_somewhere_and_an_unknown_one_i
 
 
 def test_what_pages_say_of_the_plan_is_so():
-    assert plan_check.PAYLOAD == 1448 / 1514 and (plan_check.MEMORY_RATE, plan_check.LATENCY_S) == (5e9, 2e-4)
     assert replay.DEVICES["a100"].between == 100e9 and plan.AS_FAST == 1.02
     sheets, larger = (read(name).sheets for name in ("plan.json", "plan_70b.json"))
     ms, fits = sheets["ranks"].numbers("1024"), sheets["memory"].numbers("fits_from")
@@ -80,13 +79,11 @@ def test_what_pages_say_of_the_plan_is_so():
 
 
 def test_all_figures_but_the_gpus_are_of_one_commit():
-    """As `make figures` leaves them; or saving.json is of a later one: its steps made denormals before."""
+    """As `make figures` leaves them."""
     names = {step.file for step in figures.STEPS}
     assert {path.name for path in (HERE / "results").glob("*.json")} == names | set(pages.GPUS)
     commits = {name: {made.commit for _, made in results.provenance(read(name))} for name in names}
-    later = {"saving.json"}
-    for files in (names - later, later):
-        assert len(set().union(*(commits[name] for name in files))) == 1, commits
+    assert len(set().union(*commits.values())) == 1, commits
 
 
 def test_how_long_an_evening_is():
@@ -294,19 +291,19 @@ def test_yours_stand_beside_the_published_ones_and_change_none(shown, capsys):
     mine.find("stage 4 overlap").vs_reference = 0.42
     mine.conditions.date = "3000-01-01"
     network.conditions.rate, network.conditions.bits_per_second, network.sweep = "9gbit", 9e9, None
-    own = [(name, read(name)) for name in ("faults.json", "plan.json", "saving.json")]
+    own = [(name, read(name)) for name in ("faults.json", "plan.json")]
     for name, result in (("bench.json", mine), ("network_variants.json", network), *own):
         (shown / "measured" / name).write_text(results.to_json(result), encoding="utf-8")
     before = {path: path.read_bytes() for path in shown.glob("*/*.json")}
     pages.main()
     assert before == {path: path.read_bytes() for path in shown.glob("*/*.json")}
     out, found = capsys.readouterr().out, pages.measured_sheets()
-    bench, network, saving, *_ = texts = [sheet_text(sheet, tables.WIDTH) for sheet in found]
+    bench, network, faults, *_ = [sheet_text(sheet, tables.WIDTH) for sheet in found]
     assert bench.splitlines()[0] == "Yours beside the published ones: bench.json" and bench.splitlines()[0] in out
     assert cells(bench, "stage 4 overlap ")[5:7] == [f"{theirs.find('stage 4 overlap').vs_reference:.2f}", "0.42"]
     assert "3000-01-01" in bench and "Yours beside the published ones: network_variants.json, 9gbit" in network
     assert "Published: none at this rate" in network and cells(network, "ddp ")[1] == NONE
-    assert saving.startswith("Yours: Saving and loading") and "Yours: Faults" in "".join(texts)
+    assert faults.startswith("Yours: Faults")
     assert all(fits(sheet, tables.WIDTH) for sheet in found)
 
 

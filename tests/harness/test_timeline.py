@@ -1,7 +1,6 @@
 """The timeline: spans by hand, and one real step."""
 
 import gc
-import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from harness import results as saved
 from harness.examine import Settings, adamw, make_batches, make_model
 from harness.ledger import Collective
 from harness.memory import Memory
-from harness.pictures import trace
 from harness.results import Message, RecordedStep, Result, Row, length, overlap, union
 from tests.common import on_ranks
 
@@ -68,9 +66,6 @@ def test_drawings_have_what_was_recorded():
     assert pictures.text([("a row", step)], width=10).splitlines()[:5] == [
         "a row: 10000 ms; for 4000 the network is busy while the rank computes, for 1500 while it waits",
         "  computes FFF·BBBB·S", " gradients ··▒▒▒··▒▒·", "parameters ▓········▓", "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"]
-    events = trace([("a row", step)])["traceEvents"]
-    assert {"ph": "X", "name": "reduce 8 bytes", "pid": 0, "tid": 3, "ts": 2e6, "dur": 3e6} in events
-    assert {"ph": "C", "name": "memory", "pid": 0, "ts": 2e6, "args": {"bytes": 300}} in events
 
 
 def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
@@ -119,9 +114,9 @@ def test_a_picture_has_what_was_recorded_at_its_place(monkeypatch):
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("row, drawn", [("fsdp2", ["ddp", "fsdp2", "fsdp2 reshard", "fsdp2, gloo's own"]),
+@pytest.mark.parametrize("row, drawn", [("fsdp2", ["ddp", "fsdp2", "fsdp2 reshard"]),
                                         ("all", rows.LADDER)])
-def test_the_command_writes_a_picture_and_a_trace(row, drawn, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_picture(row, drawn, tmp_path, monkeypatch, capsys):
     out = tmp_path / "timeline.svg"
     monkeypatch.setattr(sys, "argv", ["timeline.py", "--rows", row, "--model", "nano", "--sequence-length", "16",
                                       "--out", str(out)])
@@ -131,8 +126,6 @@ def test_the_command_writes_a_picture_and_a_trace(row, drawn, tmp_path, monkeypa
     assert bands == [f"{name}, rank {rank}" for name in drawn for rank in range(1 if row == "all" else 2)]
     assert "F" in printed and "B" in printed and "█" in printed
     ElementTree.fromstring(out.read_text())
-    events = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"}
 
 
 def test_the_picture_is_of_the_lowest_rate_that_was_recorded():

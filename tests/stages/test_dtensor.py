@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -20,6 +19,7 @@ from harness.reference import DistributedOptimizer as Replicated
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
+from tests import common
 from tests.common import STAGES, error_of, on_ranks, optimizer_of, situation
 from tests.pairs import SMALL, deliver_when_asked, sgd_of
 
@@ -39,9 +39,8 @@ class Block(nn.Module):
         return x * self.scale
 
 
-@functools.cache  # without a limit: each rank would drop another one, and wait for the others to make it again
 def mesh_of(rank, shape=(2, 2)):
-    return init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
+    return common.mesh_of(rank.device.type, shape, ("dp", "tp"))
 
 
 def tensor_parallel(rank, shape=(2, 2), width=12):

@@ -1,16 +1,14 @@
 """variants/hybrid.py as a stage has it, for tests that know of no mesh: pairs, where ranks are even."""
 
-import functools
-
 import torch
 import torch.distributed as dist
 
+from tests import common
 from variants import hybrid
 
 
-@functools.cache  # one in a process: its groups have threads, which nothing ends
 def mesh_of(n_groups):
-    return torch.distributed.init_device_mesh("cpu", (n_groups, dist.get_world_size() // n_groups))
+    return common.mesh_of("cpu", (n_groups, dist.get_world_size() // n_groups))
 
 
 def mesh():

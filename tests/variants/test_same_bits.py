@@ -1,7 +1,4 @@
-"""variants/same_bits.py: the same bits on 1, 2, 4 and 8 ranks; what that takes; and what it refuses.
-
-`python -m harness.same_bits --model tiny --steps 50` shows it of a larger model.
-"""
+"""variants/same_bits.py: the same bits on 1, 2, 4 and 8 ranks; what that takes; and what it refuses."""
 
 import contextlib
 import functools
