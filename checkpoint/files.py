@@ -90,10 +90,12 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     saver = saver_for(optimizer)
     saver.finish_last()
     state = state_to_save(path, model, optimizer, extra, saver.group)
+    if asynchronous:
+        with errors_on_all(f"checkpoint {path} can't be written", saver.group):
+            state = tree_map_only(torch.Tensor, copy_on_cpu, state)
     partial = make_partial(path, saver.group)
     if asynchronous:
         saver.last = Saving()
-        state = tree_map_only(torch.Tensor, copy_on_cpu, state)
         saver.thread.submit(write_behind, saver.last, path.absolute(), partial.absolute(), state, saver.group)
         return saver.last
     write(path, partial, state, saver.group)
@@ -342,8 +344,8 @@ def room_for(metadata, model, optimizer, group):
     """Return what this rank reads from a checkpoint with this metadata, with memory of its own on the CPU.
 
     The checkpoint decides which hyperparameters there are. Returns the state; the names of the parameters in each
-    group, none of torch's flattened form; and name -> main parameter that is read from the
-    model's parameter, because the run that saved it had no main parameters.
+    group, none of torch's flattened form; and name -> main parameter that is read from the model's parameter, because
+    the run that saved it had no main parameters.
     """
     stored = metadata.state_dict_metadata
     options = StateDictOptions(flatten_optimizer_state_dict=is_flattened(metadata))
