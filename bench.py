@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from harness import row_names
 from harness import command_line
 
 if __name__ == "__main__":
@@ -27,11 +28,11 @@ from harness import rows as catalogue
 from harness.command_line import COUNT
 from harness.examine import Settings
 from harness.gpt import MODELS
-from harness.rows import RowId, is_asked
+from harness.row_names import RowId, is_asked
 from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "bench.py")
-FIRST = {catalogue.COMPUTE_ONLY, *catalogue.LADDER, "ddp again"}  # rows of the first tables
+FIRST = {row_names.COMPUTE_ONLY, *row_names.LADDER, "ddp again"}  # rows of the first tables
 
 
 def parse():
@@ -43,7 +44,7 @@ def parse():
     command_line.add_sizes(add, batch_size=4)
     add("--rounds", type=COUNT, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=COUNT, default=3, help="timed in a round, end to end (default 3)")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32",
+    add("--dtype", choices=["float32", "bfloat16"], default="float32",
         help="rows with such parameters, and ddp (default float32)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no exposed time, no model state: a look")

@@ -3,7 +3,7 @@
 meeting, workers                start ranks, on a device and backend that work, and end them together
 gpt, models, corpus, training   what is trained: models, text, the loop; train: what every train.py calls
 reference, exchange             what every row must agree with, and how messages are sent; owner_reduce: a peer
-rows                            the catalogue: each configuration with what it should send and hold
+rows, row_names                 the catalogue: each configuration with what it should send and hold
 ledger, memory                  count messages and bytes from outside
 results, tables, pictures       what measurements are saved as, and how it is shown
 examine, every_row, timeline    measure rows on ranks; alone: in one process that plays rank 0 of d

@@ -18,13 +18,13 @@ from torch.testing._internal.distributed import fake_pg as fake_pg  # makes the 
 from torch.utils._pytree import tree_leaves
 
 import stage4_overlap
-from harness import models
+from harness import models, row_names
 from harness import rows as catalogue
 from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory, mark_grads, mark_state
 from harness.results import Marked
-from harness.rows import RowId
+from harness.row_names import RowId
 from harness.tables import TEXT, column, names, sheet_of
 from stage4_overlap.transport import Exchange
 
@@ -202,7 +202,7 @@ def fake(d, cap_mb=None, transport=None):
     assign_to_buckets = dist._compute_bucket_assignment_by_size
     optimizer_class = catalogue.optimizer_class
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
-    default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, catalogue.DEFAULT_MB * 2**20]
+    default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, row_names.DEFAULT_MB * 2**20]
     limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
 
     def assign_in_order_of_gradients(tensors, _, sparse):
@@ -332,12 +332,12 @@ class StateRow(NamedTuple):
 STATES = [  # parameters/gradients, the row, its formula; b: stage 4's two bucket buffers
     ("stage 3 bfloat16/bfloat16", RowId("stage 3 bf16/bf16"), "4 + 16/d"),
     ("stage 3 bfloat16/float32", RowId("stage 3 bf16/fp32"), "6 + 12/d"),
-    ("stage 3 float32/float32", RowId(catalogue.GRAD_BUFFER), "8 + 8/d"),
+    ("stage 3 float32/float32", RowId(row_names.GRAD_BUFFER), "8 + 8/d"),
     ("stage 4 bfloat16/float32", RowId("stage 4 overlap bf16"), "2 + 16/d + b"),
-    ("stage 4 float32/float32", RowId(catalogue.OVERLAP), "4 + 12/d + b"),
+    ("stage 4 float32/float32", RowId(row_names.OVERLAP), "4 + 12/d + b"),
 ]
-GATHERED = {"stage 2": RowId(catalogue.ALL_GATHER), "stage 3": RowId(catalogue.GRAD_BUFFER),
-            "stage 4": RowId(catalogue.OVERLAP)}
+GATHERED = {"stage 2": RowId(row_names.ALL_GATHER), "stage 3": RowId(row_names.GRAD_BUFFER),
+            "stage 4": RowId(row_names.OVERLAP)}
 
 
 def model_state(model):
@@ -389,7 +389,7 @@ def cap_rows(d):
     """Return a CapRow for each model, nano … large."""
     rows = []
     for name in MODELS:
-        native, exchanged = (record(RowId(catalogue.OVERLAP), models.NAMED[name], d, transport=transport)
+        native, exchanged = (record(RowId(row_names.OVERLAP), models.NAMED[name], d, transport=transport)
                              for transport in (None, Exchange))
         rows.append(CapRow(name, FP32_BYTES * native.numel, native.gathered(), native.held["buffers"] / native.numel,
                            exchanged.held["buffers"] / exchanged.numel))

@@ -4,11 +4,11 @@ import dataclasses
 import itertools
 import statistics
 
-from harness import examine, tables
+from harness import examine, row_names, tables
 from harness import rows as catalogue
 from harness.memory import KINDS
 from harness.results import Marked, Result, Row
-from harness.rows import RowId
+from harness.row_names import RowId
 from harness.tables import TEXT, column, names, sheet_of
 from harness.workers import WorkerError, on_rank_0
 
@@ -37,14 +37,14 @@ def measure_rows(workers, settings, row_ids, progress=lambda text: None, after_r
 
 def measure_more_rows(workers, settings, row_ids, result, progress=lambda text: None):
     """Measure further rows and add them to `result`. ddp is timed again among them: ratios are of the same minutes."""
-    _, *rows = measure_rows(workers, settings, [RowId(catalogue.REFERENCE), *row_ids], progress).rows
+    _, *rows = measure_rows(workers, settings, [RowId(row_names.REFERENCE), *row_ids], progress).rows
     result.rows += rows
     result.conditions.dtype = dtypes_of(row.row_id for row in result.rows)
 
 
 def compare(result):
     """Set each row's ratio to ddp, and how far ddp was from itself in each round."""
-    reference = result.timed(catalogue.REFERENCE)
+    reference = result.timed(row_names.REFERENCE)
     for row in result.rows:
         if reference and row.rounds_ms:
             row.vs_reference = row.over(reference)
@@ -122,7 +122,7 @@ def over_ranks(rows):
 def beside_formula(field, footnotes, mark, reason, unit=1):
     """Return functions of a row that read what was counted, marked where it differs from the formula, and the formula.
 
-    `footnotes`: {reason: line that begins with its mark}, to which the first function adds; `mark`: the first mark.
+    `footnotes`: {reason: line that begins with the mark}, to which the first function adds.
     """
     def counted(row):
         value = getattr(row, field)
@@ -131,10 +131,8 @@ def beside_formula(field, footnotes, mark, reason, unit=1):
             return None
         if abs(value - theory) <= 0.005 * theory:
             return value / unit
-        why = reason(row)
-        if why not in footnotes:
-            footnotes[why] = f"{mark * (len(footnotes) + 1)} {why}"
-        return Marked(value / unit, footnotes[why].split()[0])
+        footnotes[reason] = f"{mark} {reason}"
+        return Marked(value / unit, mark)
 
     def formula(row):
         return None if getattr(row, field) is None else getattr(row, f"{field}_theory") / unit
@@ -152,14 +150,10 @@ def time_sheet(result):
         is_within_noise = row.kind != "reference" and abs(row.vs_reference - 1) <= noise
         return Marked(row.vs_reference, "~") if is_within_noise else row.vs_reference
 
-    def reason(row):
-        if conditions.backend == "gloo" and "reduce_scatter" in row.collectives:
-            return "gloo's reduce-scatter is an all-reduce underneath: it sends twice the bytes."
-        return "more than the formula: padding, and flags on which the ranks agree."
-
     def collectives(row):
         return "\n".join(f"{count} {kind.replace('_', '-')}" for kind, count in row.collectives.items()) or None
-    sent, formula = beside_formula("wire_bytes", footnotes, "*", reason, 1e6)
+    sent, formula = beside_formula(
+        "wire_bytes", footnotes, "*", "more than the formula: padding, and flags on which the ranks agree.", 1e6)
     least, most = min(conditions.noise, default=1), max(conditions.noise, default=1)
     of_noise = f"~ within the noise: ddp, timed again, took {least:.2f} to {most:.2f} times as long."
     return sheet_of(
@@ -187,7 +181,7 @@ def memory_sheets(result):
         phases["reserved"] = "reserved"
     counted, formula = beside_formula(
         "bytes_per_param", footnotes, "†",
-        lambda row: "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
+        "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
     memory = sheet_of(
         "Memory of a rank, and the difference from ddp", rows, {
             "name": names(tables.label_of),

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness import corpus, rows
+from harness import corpus, row_names, rows
+from harness.exchange import in_place_of_gloos
 from harness.gpt import GPT, MODELS
 from harness.ledger import Ledger
 from harness.memory import KINDS, Memory, mark_grads, mark_state
 from harness.results import AccumulatedRow, Conditions, Made, Row
-from harness.rows import RowId
+from harness.row_names import RowId
 from harness.workers import on_rank_0
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
@@ -134,7 +135,7 @@ def reference_params(settings, rank, build, dtype):
     return before, after
 
 
-@rows.in_context_of_row
+@in_place_of_gloos()
 def examine(rank, settings, base, bucket_mb=None):
     """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns (Row, movement).
 
@@ -249,7 +250,7 @@ def largest_difference(tensors, expected):
     return largest.item()
 
 
-@rows.in_context_of_row
+@in_place_of_gloos()
 def time_steps(rank, settings, base, bucket_mb=None):
     """Return what `time_warm_steps` returns for a row."""
     training = make_training(rank, settings, rows.find(base, bucket_mb))
@@ -299,11 +300,11 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
+@in_place_of_gloos()
 def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
     """Return ms per micro-batch, with one exchange per step (`in_no_sync`) or one for each micro-batch."""
-    configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
-    training = make_training(rank, settings, configuration)
+    training = make_training(rank, settings, rows.find(*row_id))
 
     def step(_number):
         for micro in range(micro_batches):
@@ -312,10 +313,9 @@ def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
-    with configuration.context():
-        for number in range(WARMUP_STEPS):
-            step(number)
-        step_ms, _ = time_warm_steps(rank, step, range(settings.steps), training.finish)
+    for number in range(WARMUP_STEPS):
+        step(number)
+    step_ms, _ = time_warm_steps(rank, step, range(settings.steps), training.finish)
     return step_ms / micro_batches
 
 
@@ -325,9 +325,9 @@ def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
     `ddp_mb`: the bucket size of DDP's row. Returns an AccumulatedRow for each number of micro-batches. The more
     micro-batches a step has, the fewer steps a round has, but at least 2.
     """
-    row_ids = {"no_sync_ms": RowId(rows.OVERLAP), "each_ms": RowId(rows.OVERLAP),
-               "compute_ms": RowId(rows.COMPUTE_ONLY), "ddp_ms": RowId(rows.REFERENCE, ddp_mb),
-               "stage3_ms": RowId(rows.GRAD_BUFFER)}
+    row_ids = {"no_sync_ms": RowId(row_names.OVERLAP), "each_ms": RowId(row_names.OVERLAP),
+               "compute_ms": RowId(row_names.COMPUTE_ONLY), "ddp_ms": RowId(row_names.REFERENCE, ddp_mb),
+               "stage3_ms": RowId(row_names.GRAD_BUFFER)}
     accumulated = [AccumulatedRow(n) for n in (1, 2, 4)]
     for turn in range(settings.rounds):
         for row in accumulated:

@@ -1,7 +1,7 @@
 """Replaces gloo's reduce-scatter by one that sends what the formula says, and its all-gather by a faster one.
 
 gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather takes 1.5 times as
-long as the link: messages of more than 1 MiB are slow. All rows but those called "gloo's own" are measured with the
+long as the link: messages of more than 1 MiB are slow. All rows are measured with the
 functions below, which exchange pieces as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
 """
 

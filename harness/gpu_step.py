@@ -7,6 +7,7 @@ once, the batch is one byte long, and backward() is outside the clock. Then it t
 Without a GPU it prints one line.
 """
 
+import functools
 import importlib
 import statistics
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import FakeWork
 
-from harness import FOUR, STAGES, THREE, command_line, exchange, host_time, memory, results
+from harness import FOUR, STAGES, THREE, command_line, exchange, host_time, memory, results, row_names
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.examine import made_here
@@ -215,14 +216,15 @@ def cycles_per_s(cycles=10**8):
 
 
 def configurations(link):
+    ddp = catalogue.with_ddp(torch.optim.AdamW, hook=link.all_reduce_of_ddp, is_alone=True)
     return {
         "computing alone": catalogue.compute_only,
-        catalogue.REFERENCE: catalogue.ddp_of_one(torch.optim.AdamW, hook=link.all_reduce_of_ddp),
-        "ddp, 100 MiB buckets": catalogue.ddp_of_one(torch.optim.AdamW, 100, link.all_reduce_of_ddp),
-        catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
-        catalogue.GRAD_BUFFER: catalogue.stage(THREE),
+        row_names.REFERENCE: ddp,
+        "ddp, 100 MiB buckets": functools.partial(ddp, bucket_mb=100),
+        row_names.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+        row_names.GRAD_BUFFER: catalogue.stage(THREE),
         "stage 4 overlap, no prefetch": catalogue.stage(FOUR),
-        catalogue.OVERLAP: catalogue.stage_with_prefetch(FOUR),
+        row_names.OVERLAP: catalogue.stage(FOUR, prefetch=True),
     }
 
 
@@ -330,7 +332,7 @@ def measure_overlap(device, model_name="medium", n_rounds=3):
 
 def overlap_sheet(rows, conditions):
     """Make the table of GpuSteps."""
-    ddp_ms = next(row.rounds_ms for row in rows if row.name == catalogue.REFERENCE)
+    ddp_ms = next(row.rounds_ms for row in rows if row.name == row_names.REFERENCE)
 
     def phase_ms(name):
         return lambda row: next(1000 * (end - start) for phase, start, end in row.step.phases if phase == name)
@@ -349,7 +351,7 @@ def overlap_sheet(rows, conditions):
          f"{len(rows[0].rounds_ms)} step(s), recorded by torch.profiler."])
 
 
-DRAWN = catalogue.REFERENCE, catalogue.GRAD_BUFFER, catalogue.OVERLAP
+DRAWN = row_names.REFERENCE, row_names.GRAD_BUFFER, row_names.OVERLAP
 PICTURE = f"One recorded step of rank 0 of {D} on a GPU, beside a simulated link"
 
 

@@ -6,13 +6,14 @@ A model of many 16 x 16 matrices, one after the other, and one process that play
 Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.
 """
 
+import functools
 import statistics
 import time
 from typing import NamedTuple
 
 import torch
 
-from harness import FOUR, ONE, THREE, TWO, command_line
+from harness import FOUR, ONE, THREE, TWO, command_line, row_names
 from harness import rows as catalogue
 from harness.alone import rank_0_of
 from harness.tables import column, names, sheet_of, sheet_text
@@ -25,15 +26,15 @@ ADAMW = {"lr": 1e-3, "fused": True}
 
 BUILD = {
     "plain AdamW": catalogue.compute_only,
-    catalogue.REFERENCE: catalogue.ddp_of_one(torch.optim.AdamW),
-    "ddp + torch ZeRO": catalogue.ddp_of_one(catalogue.zero),
-    catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
-    catalogue.NAIVE_BROADCAST: catalogue.stage(ONE),
-    catalogue.ALL_GATHER: catalogue.stage(TWO),
+    row_names.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
+    row_names.ZERO: functools.partial(catalogue.ddp_and_zero, is_alone=True),
+    row_names.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+    row_names.NAIVE_BROADCAST: catalogue.stage(ONE),
+    row_names.ALL_GATHER: catalogue.stage(TWO),
     "stage 3 core": catalogue.stage(THREE, "ShardedOptimizer"),
-    catalogue.GRAD_BUFFER: catalogue.stage(THREE),
-    "stage 4 core": catalogue.stage_with_prefetch(FOUR, "ShardedOptimizer", bucket_cap_mb=0.02),
-    catalogue.OVERLAP: catalogue.stage_with_prefetch(FOUR, bucket_cap_mb=0.02),
+    row_names.GRAD_BUFFER: catalogue.stage(THREE),
+    "stage 4 core": catalogue.stage(FOUR, "ShardedOptimizer", prefetch=True, bucket_cap_mb=0.02),
+    row_names.OVERLAP: catalogue.stage(FOUR, prefetch=True, bucket_cap_mb=0.02),
 }
 
 

@@ -1,13 +1,12 @@
 """Tables and pictures of rows measured on two hosts: what a link allows, and how near to that each row comes."""
 
-from harness import pictures
+from harness import pictures, row_names
 from harness import results as saved
-from harness import rows as catalogue
 from harness.results import Marked, ratio
-from harness.rows import COMPUTE_ONLY, DEFAULT_MB, ONE_PARAMETER, OVERLAP, REFERENCE, SIZES, RowId, is_whole
+from harness.row_names import COMPUTE_ONLY, DEFAULT_MB, ONE_PARAMETER, OVERLAP, REFERENCE, SIZES, RowId, is_whole
 from harness.tables import METHODS, TEXT, cells_of, column, failures, label_of, names, rate_words, sheet_of
 
-SHORT = {"float32": "", "bfloat16": " bf16", "float16": " fp16"}  # behind the name of a row
+SHORT = {"float32": "", "bfloat16": " bf16"}  # behind the name of a row
 TUNED = "ddp, tuned"
 FLOOR = "floor"
 
@@ -51,13 +50,13 @@ def link_sheet(result):
 
 
 # Name in table and picture -> row, from the slowest to the fastest.
-CURVES = {"stage 2, all-gather": catalogue.ALL_GATHER, catalogue.REPLICATED: catalogue.REPLICATED,
-          "stage 3, grad buffer": catalogue.GRAD_BUFFER, "FSDP2": catalogue.FSDP2, "DDP, default buckets": REFERENCE,
+CURVES = {"stage 2, all-gather": row_names.ALL_GATHER, row_names.REPLICATED: row_names.REPLICATED,
+          "stage 3, grad buffer": row_names.GRAD_BUFFER, "FSDP2": row_names.FSDP2, "DDP, default buckets": REFERENCE,
           "DDP, tuned buckets": TUNED, "stage 4, overlap": OVERLAP, FLOOR: FLOOR}
 
 
 def row_of(result, base):
-    return catalogue.tuned_row(result, REFERENCE) if base == TUNED else result.timed(base)
+    return row_names.tuned_row(result, REFERENCE) if base == TUNED else result.timed(base)
 
 
 def over_computing(result, base):
@@ -111,7 +110,7 @@ def curve_picture(results):
         style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
         if base == FLOOR:
             style |= {"linestyle": "--", "marker": ""}
-        if base == catalogue.REPLICATED:  # stage 3's line lies on it
+        if base == row_names.REPLICATED:  # stage 3's line lies on it
             style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
         axis.plot(*zip(*points), color=colour, label=name, **style)
     axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
@@ -209,8 +208,8 @@ def sweep_picture(results):
 def recorded_steps(result):
     """Return ([(name, recorded step on rank 0)], title) of the ladder, for pictures.text and pictures.svg."""
     conditions = result.conditions
-    ddp = catalogue.tuned_row(result, REFERENCE)  # a peer counts at its best setting
-    ladder = [ddp if ddp and base == REFERENCE else result.find(base) for base in catalogue.LADDER]
+    ddp = row_names.tuned_row(result, REFERENCE)  # a peer counts at its best setting
+    ladder = [ddp if ddp and base == REFERENCE else result.find(base) for base in row_names.LADDER]
     steps = [(row.name, row.timeline[0]) for row in ladder if row and row.timeline]
     return steps, (f"One recorded step on rank 0 of {conditions.hosts} hosts with a link of "
                    f"{rate_words(conditions.rate)}; the table has medians of others")

@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import NamedTuple
 
-from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, losses, pictures, tables
+from harness import FOUR, ONE, THREE, TWO, command_line, every_row, links, losses, pictures, row_names, tables
 from harness import results as saved
 from harness import rows as catalogue
 from harness.results import Report, Row, Sheet
@@ -109,12 +109,12 @@ class Rung(NamedTuple):
 
 
 LADDER = [
-    Rung(catalogue.REFERENCE, "", "DDP, replicated AdamW", "all-reduce, in buckets"),
-    Rung(catalogue.REPLICATED, "", "replicated", "all-reduce"),
-    Rung(catalogue.NAIVE_BROADCAST, ONE, "1 naive broadcast", "all-reduce, d broadcasts"),
-    Rung(catalogue.ALL_GATHER, TWO, "2 all-gather", "all-reduce, all-gather"),
-    Rung(catalogue.GRAD_BUFFER, THREE, "3 grad buffer", "reduce-scatter, all-gather", "stage 3 float32/float32"),
-    Rung(catalogue.OVERLAP, FOUR, "4 overlap", "reduce-scatter, all-gather, in buckets", "stage 4 float32/float32"),
+    Rung(row_names.REFERENCE, "", "DDP, replicated AdamW", "all-reduce, in buckets"),
+    Rung(row_names.REPLICATED, "", "replicated", "all-reduce"),
+    Rung(row_names.NAIVE_BROADCAST, ONE, "1 naive broadcast", "all-reduce, d broadcasts"),
+    Rung(row_names.ALL_GATHER, TWO, "2 all-gather", "all-reduce, all-gather"),
+    Rung(row_names.GRAD_BUFFER, THREE, "3 grad buffer", "reduce-scatter, all-gather", "stage 3 float32/float32"),
+    Rung(row_names.OVERLAP, FOUR, "4 overlap", "reduce-scatter, all-gather, in buckets", "stage 4 float32/float32"),
 ]
 
 
@@ -123,12 +123,12 @@ def ladder_sheet():
     slowest = saved.by_rate()[0]
     result = saved.load_bench()
     conditions = slowest.conditions
-    tuned = catalogue.tuned_row(slowest, catalogue.REFERENCE)
-    ddp = tuned or slowest.find(catalogue.REFERENCE)
+    tuned = row_names.tuned_row(slowest, row_names.REFERENCE)
+    ddp = tuned or slowest.find(row_names.REFERENCE)
     ranks = (2, 8, 64)
 
     def row_of(rung):
-        return ddp if rung.row == catalogue.REFERENCE else slowest.find(rung.row) or Row(rung.row)
+        return ddp if rung.row == row_names.REFERENCE else slowest.find(rung.row) or Row(rung.row)
 
     def held(rung):
         """Write bytes per parameter after a step: of stages 3 and 4 as counted, padding and buffers included."""
@@ -173,7 +173,7 @@ BLOCKS = {
     "accumulation": lambda: shown(*(at_a_rate(sheet, result) for result in saved.by_rate() if result.accumulation
                                     for sheet in links.accumulation_sheets(result.accumulation))),
     "buckets": lambda: shown(*(at_a_rate(links.buckets_sheet(result.sweep), result, result.sweep.conditions)
-                               for result in saved.by_rate() if catalogue.is_whole(result.sweep))),
+                               for result in saved.by_rate() if row_names.is_whole(result.sweep))),
     "state": lambda: shown(pick(saved.load_bench().sheets["model_state"])),
     "gathered": lambda: shown(pick(saved.load_bench().sheets["gathered"])),
     "bench": lambda: bench(saved.load_bench()),
@@ -214,8 +214,8 @@ def figures():
         return [100 * abs(run["error"]) for run in runs if run["calibration"] == calibration
                 and run["optimizer"] in optimizers and (run["gpus"] == 128) == is_users]
     numbers = {
-        "ddp_7b": memory.numbers("peak")["ddp bf16"], "peak_7b": memory.numbers("peak")[catalogue.STAGE_4_BF16],
-        "ddp_70b": ms_70b["ddp bf16"], "stage4_70b": ms_70b[catalogue.STAGE_4_BF16],
+        "ddp_7b": memory.numbers("peak")["ddp bf16"], "peak_7b": memory.numbers("peak")[row_names.STAGE_4_BF16],
+        "ddp_70b": ms_70b["ddp bf16"], "stage4_70b": ms_70b[row_names.STAGE_4_BF16],
         "fitting": sum(d is not None for d in memory.numbers("fits_from").values()),
         "off_theirs": math.ceil(max(percents("predicted", False, "overlapped", "distributed"))),
         "off_users": math.floor(min(percents("predicted", True, "overlapped"))),
@@ -225,9 +225,9 @@ def figures():
         "between_users": check["user's GB/s of a node"]}
     over_tuned = {}
     for result in saved.at_all_rates():
-        ddp = catalogue.tuned_row(result, catalogue.REFERENCE)
+        ddp = row_names.tuned_row(result, row_names.REFERENCE)
         over_tuned[f"over_tuned_{result.conditions.rate}".replace(".", "_")] = (
-            f"{result.find(catalogue.OVERLAP).over(ddp):.2f}")
+            f"{result.find(row_names.OVERLAP).over(ddp):.2f}")
     return {**over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
@@ -254,9 +254,8 @@ def published_file(name, result):
     """Return the published file that a Result belongs to: the bench has one for each device, and for 16-bit rows."""
     if name == "bench.json" and result.conditions.device == "cuda":
         return "bench_cuda.json"
-    for dtype in ("bfloat16", "float16"):
-        if name == "bench.json" and dtype in result.conditions.dtype.split():
-            return f"bench_{dtype}.json"
+    if name == "bench.json" and "bfloat16" in result.conditions.dtype.split():
+        return "bench_bfloat16.json"
     return name
 
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import alone, command_line, models, pictures, plan_check
+from harness import alone, command_line, models, pictures, plan_check, row_names
 from harness import rows as catalogue
 from harness.command_line import COUNT, number
 from harness.examine import made_here
 from harness.replay import DEVICES, replay
 from harness.results import RecordedStep, Report, to_json
-from harness.rows import HasRowId, RowId
+from harness.row_names import HasRowId, RowId
 from harness.tables import column, label_of, names, sheet_of, sheet_text
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
-STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16}  # rows whose bucket sizes get a table
-BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}
+ROWS = {"fp32": [*row_names.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
+STAGE_4 = {row_names.OVERLAP, row_names.STAGE_4_BF16, row_names.HYBRID_BF16}  # rows whose bucket sizes get a table
+BUCKETED = STAGE_4 | {row_names.REFERENCE, "ddp bf16"}
 RANKS = (1, 8, 64, 1024)  # numbers of ranks for which all rows are counted
 CAPS_MB = (None, 100, 400, 1600, 6400)  # bucket sizes that are tried; None: the default, which is at most 25
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that

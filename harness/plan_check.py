@@ -4,10 +4,9 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from harness import alone, models
-from harness import rows as catalogue
+from harness import alone, models, row_names
 from harness.replay import DEVICES, Hardware, calibrated, replay
-from harness.rows import RowId
+from harness.row_names import RowId
 from harness.tables import column, names, sheet_of
 
 cost_of = functools.lru_cache(alone.cost_of)
@@ -63,7 +62,7 @@ def step_of(run, hardware, is_hidden=True):
     for the distributed one.
     """
     is_overlapped = run.optimizer == "overlapped"
-    row_id = RowId(catalogue.STAGE_4_BF16, 400) if is_overlapped else RowId("stage 3 bf16/fp32")
+    row_id = RowId(row_names.STAGE_4_BF16, 400) if is_overlapped else RowId("stage 3 bf16/fp32")
     d = run.gpus // SHARING
     spec = models.NAMED["13b"]._replace(tensor_parallel=SHARING)
     events = []

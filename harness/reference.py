@@ -1,7 +1,6 @@
 """Trains without sharding, for rows to agree with: every rank steps every parameter, in 32 bits, in 16, or rounded."""
 
 import contextlib
-import functools
 
 import torch
 import torch.distributed as dist
@@ -132,17 +131,13 @@ def bf16_sum(_, bucket):
 
 def in_16_bits(alone=False, **options):
     """Step fp32 copies by AdamW on every rank. `alone`: gradients stay there. `options`: see MainParamsTraining."""
-    return lambda model, adamw: MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **options)
-
-
-# 32-bit rows of variants must agree with this, where the same numbers are rounded.
-rounded = functools.partial(in_16_bits, divided_in=torch.float32)
-
-
-def ddp_16bit(bucket_cap_mb=None):
-    """Let DDP average 16-bit gradients while backward runs, and AdamW step fp32 copies on every rank."""
-    def build(model, adamw):
-        training = MainParamsTraining(model, adamw, world_size=1)
-        training.forward = in_ddp(model, bucket_cap_mb)
-        return training
+    def build(model, adamw, bucket_mb=None):
+        return MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **options)
     return build
+
+
+def ddp_16bit(model, adamw, bucket_mb=None):
+    """Let DDP average 16-bit gradients while backward runs, and AdamW step fp32 copies on every rank."""
+    training = MainParamsTraining(model, adamw, world_size=1)
+    training.forward = in_ddp(model, bucket_mb)
+    return training

@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness import rows as catalogue
-from harness.rows import HasRowId
+from harness import row_names
+from harness.row_names import HasRowId
 
 
 class Record:
@@ -370,7 +370,7 @@ def at_all_rates():
 
 def by_rate():
     """Return those of them that have all rows of the ladder; the others have the rows of the curve."""
-    return [result for result in at_all_rates() if all(map(result.find, catalogue.LADDER))]
+    return [result for result in at_all_rates() if all(map(result.find, row_names.LADDER))]
 
 
 def provenance(result):
@@ -388,6 +388,6 @@ def load_bench():
         raise SystemExit("report: results/bench.json must be measured with device cpu, and is of "
                          f"{result.conditions.device}: CUDA_VISIBLE_DEVICES= hides GPUs from make bench")
     right = {row.name for row in result.rows if not row.error}
-    if not (result.host and {"model_state", "gathered"} <= result.sheets.keys()) or set(catalogue.LADDER) - right:
+    if not (result.host and {"model_state", "gathered"} <= result.sheets.keys()) or set(row_names.LADDER) - right:
         raise SystemExit("report: results/bench.json is a part of the bench: run make bench without --quick or --rows")
     return result

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness import command_line
+from harness import command_line, row_names
 from harness import rows as catalogue
 from harness.command_line import COUNT, write
 from harness.every_row import attempt
 from harness.examine import WARMUP_STEPS, Settings, make_batches, make_training
+from harness.exchange import in_place_of_gloos
 from harness.gpt import MODELS
 from harness.ledger import Ledger
 from harness.memory import Memory
@@ -59,7 +60,7 @@ class Recorder(Ledger):
         return result
 
 
-@catalogue.in_context_of_row
+@in_place_of_gloos()
 def record(rank, settings, base, bucket_mb=None):
     """Record steps of a row without pauses. Returns the step of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
@@ -144,12 +145,12 @@ def main():
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]
-    asked = catalogue.LADDER if args.rows == "all" else [name for name in every if args.rows in name]
+    asked = row_names.LADDER if args.rows == "all" else [name for name in every if args.rows in name]
     if not asked:
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
     with Workers(args.ranks) as workers:
-        rows = [(f"{name}, rank {rank}", step) for name in every if name in (*asked, catalogue.REFERENCE)
+        rows = [(f"{name}, rank {rank}", step) for name in every if name in (*asked, row_names.REFERENCE)
                 for rank, step in enumerate(workers.run(record, settings, name)[: 1 if args.rows == "all" else None])]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
     try:

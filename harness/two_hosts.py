@@ -19,30 +19,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import command_line, every_row, examine, links, pictures, tables, timeline
+from harness import command_line, every_row, examine, links, pictures, row_names, tables, timeline
 from harness import rows as catalogue
 from harness.command_line import COUNT, write
 from harness.examine import Settings
 from harness.gpt import MODELS
 from harness.results import Accumulation, Result, Sweep, from_json, merged, to_json
-from harness.rows import RowId, is_asked
+from harness.row_names import RowId, is_asked
 from harness.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "network")
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROWS = [*map(RowId, (
-    catalogue.COMPUTE_ONLY, "compute + bytes", catalogue.REFERENCE, "ddp + stage 2", catalogue.ZERO, catalogue.FSDP2,
-    catalogue.REPLICATED, catalogue.NAIVE_BROADCAST, catalogue.ALL_GATHER, catalogue.GRAD_BUFFER, "owner reduce")),
-    RowId("owner reduce", 2), *(RowId(row.name) for row in catalogue.HALF_OVERLAPS),
-    *map(RowId, (catalogue.OVERLAP, "compute only bf16", catalogue.OVERLAP_BF16, "stage 4, whole messages"))]
+    row_names.COMPUTE_ONLY, row_names.REFERENCE, "ddp + stage 2", row_names.ZERO, row_names.FSDP2,
+    row_names.REPLICATED, row_names.NAIVE_BROADCAST, row_names.ALL_GATHER, row_names.GRAD_BUFFER, "owner reduce")),
+    RowId("owner reduce", 2), *map(RowId, row_names.HALF_OVERLAPS),
+    *map(RowId, (row_names.OVERLAP, "compute only bf16", row_names.OVERLAP_BF16))]
 # --rows curve: what --curve times at each rate.
-CURVE = [*map(RowId, (catalogue.COMPUTE_ONLY, catalogue.REFERENCE, catalogue.REPLICATED, catalogue.ALL_GATHER,
-                      catalogue.GRAD_BUFFER, catalogue.OVERLAP, catalogue.FSDP2))]
+CURVE = [*map(RowId, (row_names.COMPUTE_ONLY, row_names.REFERENCE, row_names.REPLICATED, row_names.ALL_GATHER,
+                      row_names.GRAD_BUFFER, row_names.OVERLAP, row_names.FSDP2))]
 # Steps per round: few on a slow link, where a step is long and the link alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
 # Rows of which a step is recorded, to show which part of its communication is exposed.
-RECORDED = {"compute + bytes", catalogue.FSDP2, *catalogue.LADDER, *(row.name for row in catalogue.HALF_OVERLAPS)}
+RECORDED = {row_names.FSDP2, *row_names.LADDER, *row_names.HALF_OVERLAPS}
 UNDRAWN = "variants", "muon", "hybrid"  # words of --rows: rows that they name get a time, and no picture
 VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
@@ -197,10 +197,10 @@ def measure(args, workers):
     tuned_ids = args.tuned_ids
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-        row_ids = catalogue.SWEPT_FOR_CURVE if is_curve else catalogue.SWEPT
+        row_ids = row_names.SWEPT_FOR_CURVE if is_curve else row_names.SWEPT
         sweep_result = every_row.measure_rows(workers, short, row_ids, progress)
         sweep = Sweep(sweep_result.conditions, sweep_result.rows)
-        tuned_ids = catalogue.tuned_row_ids(sweep.rows)
+        tuned_ids = row_names.tuned_row_ids(sweep.rows)
     result = every_row.measure_rows(workers, settings, rows_to_measure(args, tuned_ids), progress)
     result.sweep = sweep
     if not is_curve and not any(word in args.rows for word in UNDRAWN):
@@ -215,20 +215,20 @@ def measure(args, workers):
     return result
 
 
-ALWAYS_MEASURED = catalogue.REFERENCE, catalogue.COMPUTE_ONLY  # whatever --rows says
-ROWS_OF_ACCUMULATION = *ALWAYS_MEASURED, catalogue.GRAD_BUFFER, catalogue.OVERLAP
+ALWAYS_MEASURED = row_names.REFERENCE, row_names.COMPUTE_ONLY  # whatever --rows says
+ROWS_OF_ACCUMULATION = *ALWAYS_MEASURED, row_names.GRAD_BUFFER, row_names.OVERLAP
 
 
 def rows_to_measure(args, tuned_ids):
     """Return the RowIds that --rows asks for, with those of tuned bucket sizes behind the default ones."""
     if args.rows == "curve":
-        return catalogue.with_tuned(CURVE, [row_id for row_id in tuned_ids if row_id.base == catalogue.REFERENCE])
+        return row_names.with_tuned(CURVE, [row_id for row_id in tuned_ids if row_id.base == row_names.REFERENCE])
     always = ROWS_OF_ACCUMULATION if args.accumulation else ALWAYS_MEASURED
     candidates = [*ROWS, *VARIANTS] if args.rows else ROWS
     row_ids = [row_id for row_id in candidates if is_asked(args.rows, row_id.name) or row_id.name in always]
     tuned_ids = [row_id for row_id in tuned_ids
-                 if is_asked(args.rows, row_id.name) or row_id.base == catalogue.REFERENCE]
-    return catalogue.with_tuned(row_ids, tuned_ids)
+                 if is_asked(args.rows, row_id.name) or row_id.base == row_names.REFERENCE]
+    return row_names.with_tuned(row_ids, tuned_ids)
 
 
 def count_cores(rank):
@@ -240,7 +240,7 @@ def time_accumulation(workers, settings, result, tuned_ids, progress):
     rows = [row for row in result.rows if row.name in ROWS_OF_ACCUMULATION]
     if any(row.error for row in rows):
         return
-    ddp_mb = next((row_id.bucket_mb for row_id in tuned_ids if row_id.base == catalogue.REFERENCE), None)
+    ddp_mb = next((row_id.bucket_mb for row_id in tuned_ids if row_id.base == row_names.REFERENCE), None)
     short = settings._replace(rounds=min(settings.rounds, ACCUMULATION_ROUNDS))
 
     def time_rows():
@@ -310,7 +310,7 @@ def measure_rate(args):
     """Measure at one rate, print and save the result. Returns whether a row is wrong. Exits where a host fails."""
     earlier_results = results_in_file(args)  # fails before the measurement if the file holds something else
     sweeps = [result.sweep for result in earlier_results if result.conditions.rate == args.rate and result.sweep]
-    args.tuned_ids = catalogue.tuned_row_ids(sweeps[0].rows) if sweeps and not args.sweep else []
+    args.tuned_ids = row_names.tuned_row_ids(sweeps[0].rows) if sweeps and not args.sweep else []
     if reason := missing_requirement():
         sys.exit(f"network: {reason}")
     exit_on_signals()

@@ -11,6 +11,7 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
+from harness import row_names
 from harness import FOUR, THREE, command_line
 
 if __name__ == "__main__":
@@ -33,9 +34,9 @@ from variants.muon import UNEVEN, owners
 from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
-STAGE_3 = catalogue.GRAD_BUFFER
-STAGE_4 = catalogue.OVERLAP
-BF16 = catalogue.OVERLAP_BF16
+STAGE_3 = row_names.GRAD_BUFFER
+STAGE_4 = row_names.OVERLAP
+BF16 = row_names.OVERLAP_BF16
 # A row of the table: the row that it is compared with, what others call it, when to take it.
 TableRow = namedtuple("TableRow", "base elsewhere when")
 ROWS = {  # by the bench's names
@@ -55,15 +56,14 @@ ROWS = {  # by the bench's names
     BF16: TableRow(None, "", "the base of the next row"),
     "variants remainder16": TableRow(BF16, "store_param_remainders", "bf16, and no fp32 copies"),
 }
-MUONS = {"ddp + muon": "replicated, DDP", "stage 2 muon": "stage 2", "muon stacked by shape": "a stack a shape",
-         "variants muon": "muon"}
+MUONS = {"ddp + muon": "replicated, DDP", "variants muon": "muon"}
 GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 4096)}  # layers, width
 
 
 # Bytes per parameter that a rank sends per step and holds after it, without bucket buffers; `_theory`: by formula.
 Counted = namedtuple("Counted", "sent messages held sent_theory held_theory")
-# Newton–Schulz of the busiest rank over the mean of the ranks: by variants/muon.py, at the least, with a stack a shape.
-Balance = namedtuple("Balance", "model d muon least stacked")
+# Newton–Schulz of the busiest rank over the mean of the ranks: by variants/muon.py, at the least.
+Balance = namedtuple("Balance", "model d muon least")
 
 
 @functools.cache
@@ -142,15 +142,13 @@ def balance(model, layers, width, d):
     matrices = [torch.empty(shape, device="meta") for _ in range(layers) for shape in shapes]
     for matrix, owner in owners([{"params": matrices}], d).items():
         work_of_rank[owner] += work[tuple(matrix.shape)]
-    return Balance(model, d, max(work_of_rank) / mean, max(1, max(work.values()) / mean),
-                   math.ceil(layers / d) * sum(work.values()) / mean)
+    return Balance(model, d, max(work_of_rank) / mean, max(1, max(work.values()) / mean))
 
 
 def balance_table():
     return sheet_of("", [balance(model, *size, d) for model, size in GPTS.items() for d in (2, 8, 64)], {
         "model": names("model", "model"), "d": column("d", "d", "counted"),
-        "muon": column("muon", "muon", "counted", ".2f"), "at least": column("at least", "least", "counted", ".2f"),
-        "a stack a shape": column("a stack a shape", "stacked", "counted", ".2f")})
+        "muon": column("muon", "muon", "counted", ".2f"), "at least": column("at least", "least", "counted", ".2f")})
 
 
 def muon_table():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import alone, models, rows
+from harness import alone, models, row_names, rows
 from harness import plan as command
 from harness.alone import Event
 from harness.examine import Settings, adamw
@@ -14,7 +14,7 @@ from harness.gpt import GPT, MODELS
 from harness.memory import Memory
 from harness.replay import Hardware, calibrated, message_seconds, replay
 from harness.results import Report, from_json
-from harness.rows import RowId
+from harness.row_names import RowId
 from tests.common import one_rank_of
 from tests.ranks import run_module
 
@@ -55,7 +55,7 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
      {("backward", 0), ("step", 0), ("forward", 1)}),
     (RowId("ddp"), TINY, 4, {("all_reduce", "backward", 4, 1)}, {("backward", 0)}),
     (RowId("owner reduce"), NANO, 4, {("reduce", "backward", 4, 1), ("broadcast", "step", 4, 1)}, {("step", 0)}),
-    (RowId(rows.HYBRID_BF16, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
+    (RowId(row_names.HYBRID_BF16, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
                                                    ("all_gather", "step", 64, 1)}, {("step", 0), ("forward", 1)})])
 def test_when_messages_leave_among_which_ranks_and_when_they_are_waited_for(row_id, model, d, sent, waits):
     """`sent`: kind, phase, number of ranks, stride. `waits`: phase, and 1 for what the step before has sent."""

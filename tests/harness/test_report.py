@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from harness import every_row, figures, links, pages, plan, replay, results, tables, take
+from harness import every_row, figures, links, pages, plan, replay, results, row_names, tables, take
 from harness import rows as catalogue
 from harness.results import AccumulatedRow, Accumulation, RecordedStep, Row
-from harness.rows import ONE_PARAMETER, RowId
+from harness.row_names import ONE_PARAMETER, RowId
 from harness.tables import NONE, cells_of, sheet_text
 from tests.ranks import git, run_module
 
@@ -196,7 +196,7 @@ def test_the_ladder_has_bytes_of_the_formula_and_dashes_for_what_failed(monkeypa
 
 def test_whoever_is_ahead_is_so_of_the_tuned_ddp(monkeypatch):
     """Or of the default one, where no sweep was made, or where no size of it was better."""
-    tuned, best = results.by_rate()[0], catalogue.tuned_row(results.by_rate()[0], "ddp")
+    tuned, best = results.by_rate()[0], row_names.tuned_row(results.by_rate()[0], "ddp")
     untuned = dataclasses.replace(tuned, sweep=None, rows=[row for row in tuned.rows if row.bucket_mb is None])
     default = untuned.find("ddp")
     default_is_best = dataclasses.replace(untuned, sweep=dataclasses.replace(tuned.sweep, rows=[default]))
@@ -226,10 +226,10 @@ def test_a_sweep_is_drawn_by_size_and_without_one_there_is_no_picture():
 
 def test_the_rows_of_a_tuned_size_stand_behind_the_default():
     tuned = [RowId("ddp", 2), RowId("ddp + stage 1", 4)]
-    assert catalogue.with_tuned([RowId("ddp"), RowId("fsdp2")], tuned) == [
+    assert row_names.with_tuned([RowId("ddp"), RowId("fsdp2")], tuned) == [
         RowId("ddp"), tuned[0], RowId("fsdp2"), tuned[1]]
-    assert all(catalogue.find(*row_id).name == row_id.base for row_id in catalogue.SWEPT + catalogue.SWEPT_FOR_CURVE)
-    assert set(catalogue.SWEPT_FOR_CURVE) < set(catalogue.SWEPT)
+    assert all(catalogue.find(*row_id).name == row_id.base for row_id in row_names.SWEPT + row_names.SWEPT_FOR_CURVE)
+    assert set(row_names.SWEPT_FOR_CURVE) < set(row_names.SWEPT)
     assert [RowId("ddp", size).name for size in (None, 2.0, 0.25, ONE_PARAMETER)] == [
         "ddp", "ddp, 2 MiB buckets", "ddp, 0.25 MiB buckets", "ddp, one-parameter buckets"]
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import links, pictures, rows, timeline
+from harness import links, pictures, row_names, rows, timeline
 from harness import results as saved
 from harness.examine import Settings, adamw, make_batches, make_model
+from harness.exchange import in_place_of_gloos
 from harness.ledger import Collective
 from harness.memory import Memory
 from harness.results import Message, RecordedStep, Result, Row, length, overlap, union
@@ -85,7 +86,7 @@ def test_the_memory_curve_ends_where_the_counter_ends(rank, name):
     settings, configuration = Settings("nano", batch_size=2, sequence_length=16), rows.find(name)
     recorded, batches = max(timeline.record(rank, settings, name).memory), make_batches(settings, rank)
     gc.collect()
-    with configuration.context(), Memory(rank.device) as memory:
+    with in_place_of_gloos(), Memory(rank.device) as memory:
         training = configuration.build(make_model(settings, rank, "float32"), adamw(settings))
         for batch in (*batches[:2], batches[1]):
             memory.reset_peak()
@@ -115,7 +116,7 @@ def test_a_picture_has_what_was_recorded_at_its_place(monkeypatch):
 
 @pytest.mark.waits
 @pytest.mark.parametrize("row, drawn", [("fsdp2", ["ddp", "fsdp2", "fsdp2 reshard"]),
-                                        ("all", rows.LADDER)])
+                                        ("all", row_names.LADDER)])
 def test_the_command_writes_a_picture(row, drawn, tmp_path, monkeypatch, capsys):
     out = tmp_path / "timeline.svg"
     monkeypatch.setattr(sys, "argv", ["timeline.py", "--rows", row, "--model", "nano", "--sequence-length", "16",

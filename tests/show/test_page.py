@@ -13,9 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness import alone, models
-from harness import rows as catalogue
-from harness.rows import RowId
+from harness import alone, models, row_names
+from harness.row_names import RowId
 from show import beats, hero, page, scenes
 from show.frames import Memory
 from show.picture import THEMES
@@ -445,7 +444,7 @@ def test_the_end_of_a_stage_leads_to_the_next(started):
         assert shown.url.endswith("#1.1") and not shown.is_visible("#next")
 
 
-FP32 = catalogue.LADDER
+FP32 = row_names.LADDER
 BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
 SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; what isn't here: once
 
