@@ -29,7 +29,6 @@ class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.Distributed
     """Two variants that combine."""
 
 
-@functools.cache  # one set in a process: groups have threads, which nothing ends
 def pairs():
     return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
 
