@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import closure_returns, untraced, without_global_hooks
+from .inner import InnerTensors, share_attributes
 from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
@@ -47,6 +48,7 @@ class Guarded(torch.optim.Optimizer):
         watch_torchs_clipping(self)
         self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
+        self._inner_tensors = InnerTensors()
         return checked_groups(self, params, settings)
 
     @property
@@ -60,24 +62,27 @@ class Guarded(torch.optim.Optimizer):
         if self._states is None:
             return super().add_param_group(param_group)
         super().add_param_group(checked_groups(self, [*map(dict, self.param_groups), param_group], {})[-1])
-        self.shard(self.param_groups[-1:])
+        for own_group in self.shard(self.param_groups[-1:]):
+            self.optimizer.add_param_group(own_group)
+            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
+            self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
+        self._note_shards()
 
     @torch.no_grad()
     def shard(self, groups):
-        """Shard as the core does, and record what this rank now owns."""
-        n_before = len(self.optimizer.param_groups)
+        """Shard as the core does. Return the groups of the inner optimizer, as a class of a user's own wants them."""
         if any(group["params"] for group in groups):
-            super().shard(groups)
+            own_groups = super().shard(groups)
         else:  # an empty group, as a split by weight decay may make
-            for group in groups:
-                self.optimizer.add_param_group({**hyperparameters(group), "params": []})
-        for group in self.optimizer.param_groups[n_before:]:
-            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
-            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)
+            own_groups = [{**hyperparameters(group), "params": []} for group in groups]
         # Autograd doesn't see the broadcast. With a new version it refuses a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
-        self._note_shards()
+        param_of = {main: param for param, _, _, main in self._owned_ranges()}
+        share_attributes(groups, own_groups, param_of)
+        for main in [main for group in own_groups for main in group["params"] if main is not param_of[main]]:
+            self._inner_tensors.add(main, main.grad)
+        return own_groups
 
     def _watch_shards(self, groups):
         """Do nothing; a stage may define it."""
@@ -86,18 +91,17 @@ class Guarded(torch.optim.Optimizer):
         # Both are -1 on a rank that is in no process group since reshard().
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges())
-        self._states.share_attributes(self.param_groups)
         self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
         """Take the shards of this rank in `process_group`, without state, after the old shards were given up."""
-        self.optimizer.param_groups.clear()
-        self.optimizer.state.clear()
-        self.process_group, self._n_steps = process_group, 0
+        self.process_group, self._n_steps, self._inner_tensors = process_group, 0, InnerTensors()
         if dist.get_rank(process_group) >= 0:
-            self.shard(self.param_groups)
+            own_groups = self.shard(self.param_groups)
         else:
-            self._note_shards()
+            own_groups = [{**hyperparameters(group), "params": []} for group in self.param_groups]
+        self.optimizer = self.make_optimizer(own_groups)
+        self._note_shards()
 
     @untraced
     @torch.no_grad()
@@ -129,6 +133,11 @@ class Guarded(torch.optim.Optimizer):
         self.sync_params()
         self._n_steps += 1
         return loss
+
+    def step_own(self):
+        """Step as the core does, whatever the class does with the tensors that it steps."""
+        with self._inner_tensors.kept(self.optimizer):
+            super().step_own()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""

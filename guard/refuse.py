@@ -60,7 +60,7 @@ def checked_groups(optimizer, params, settings):
     except Exception as refusal:
         error = refusal
     agree(error, settings, process_group, device)
-    optimizer._probe(optimizer.make_optimizer, groups)
+    optimizer._leaves_grads = optimizer._probe(optimizer.make_optimizer, groups)
     return groups
 
 

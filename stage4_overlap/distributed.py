@@ -74,6 +74,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **core_arguments)
         super().__init__(groups, optimizer_cls, process_group=process_group, **core_arguments, **optimizer_kwargs)
+        self._note_shards()
 
     def _refuse(self, named):
         """Return [(name, local tensor), …]."""

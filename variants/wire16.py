@@ -28,7 +28,7 @@ class ShardedOptimizer(OverlapOptimizer):
 
     def shard(self, groups):
         self.reduce_dtype = torch.float32
-        super().shard(groups)
+        return super().shard(groups)
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):

@@ -41,7 +41,7 @@ AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "fin
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_variant_has_thirty_lines_and_says_what_it_is_called_where_and_what_it_costs(path):
-    most = {"muon": 73, "by_bucket": 40, "hybrid": 60,  # hybrid is for two stages
+    most = {"muon": 73, "by_bucket": 45, "hybrid": 60,  # hybrid is for two stages
             "finite": 40, "remainder16": 36, "same_bits": 130}
     assert len(code_lines(path)) <= most.get(path.stem, 30)
     if path.stem == "by_bucket":  # half of three
