@@ -165,12 +165,13 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _n_averaged(self):
-        """Return the number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
+        """Return how many gradients `finish_grad_sync` averages, one of each rank, before `average_over` counts."""
         return dist.get_world_size(self._agreement_group)
 
     @property
     def _grad_factor(self):
-        return self._n_averaged / divisor_of(self.average_over, self._n_averaged)
+        n_ranks = dist.get_world_size(self._agreement_group)
+        return self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
 
     def _refuse_late_backward(self):
         """Refuse gradients that come after the average, if they would be added to scaled ones."""

@@ -50,7 +50,8 @@ def checked_groups(optimizer, params, settings):
         stored = optimizer._refuse(named)
         check_memory(stored, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}
-        settings["average_over"] = divisor_of(optimizer.average_over, optimizer._n_averaged)
+        settings["average_over"] = divisor_of(optimizer.average_over, optimizer._n_averaged,
+                                              dist.get_world_size(process_group))
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
@@ -104,11 +105,15 @@ def check_memory(named, takes_channels_last):
                              "torch.nn.Parameter")
 
 
-def divisor_of(average_over, n_ranks):
-    """Return what gradients are divided by: the number `average_over`, or the size of that group; None: `n_ranks`."""
+def divisor_of(average_over, n_averaged, n_ranks):
+    """Return what gradients are divided by: the number `average_over`, or as many as that group has.
+
+    n_averaged: how many gradients `n_ranks` ranks add up: one each, or in variants/same_bits.py several.
+    """
     if average_over is None:
-        return n_ranks
-    number = average_over.size() if isinstance(average_over, dist.ProcessGroup) else average_over
+        return n_averaged
+    is_group = isinstance(average_over, dist.ProcessGroup)
+    number = average_over.size() * n_averaged / n_ranks if is_group else average_over
     if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 < number < math.inf:
         raise ValueError(f"average_over is {number}: it must be a process group of this rank, or a number above 0")
     return number

@@ -201,7 +201,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
 
     @property
     def _n_averaged(self):
-        """Return the number of leaves: `average_over`, a number, then divides their sum."""
+        """Return the number of leaves: `average_over`, a number or the leaves of a group, then divides their sum."""
         return self.leaves
 
     def _average_grads(self, arguments):
