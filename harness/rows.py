@@ -262,7 +262,7 @@ def rows_of_16_bits(dtype, short):
         in_dtype(f"stage 3 {short}/{short}", kind="stage", build=stage(THREE), sends=4, whole=4, shared=16,
                  reference=in_16_bits(summed_in=None)),
         in_dtype(f"{OVERLAP} {short}", kind="stage", build=stage_4, sends=4, whole=2, shared=16,
-                 reference=in_16_bits()),
+                 reference=in_16_bits(divided_in=torch.float32)),
     ]
 
 
@@ -291,7 +291,8 @@ VARIANTS = [
     variant("finite"),
     variant("blocks"),
     variant("offload", shared=16),
-    variant("remainder16", sends=4, whole=2, shared=14, reference=in_16_bits(ties_away=True), dtype="bfloat16"),
+    variant("remainder16", sends=4, whole=2, shared=14, reference=in_16_bits(divided_in=torch.float32, ties_away=True),
+            dtype="bfloat16"),
     Configuration("ddp summed in bf16", kind="peer", build=ddp_summed_in_bf16, sends=4, whole=16,
                   reference=rounded(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]

@@ -109,7 +109,7 @@ def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank
         mine, everyone = drawn(generator, rank, shapes=shapes)
         step(optimizer, params, mine)
         for param, *grads in zip(whole, *everyone):
-            param.grad = sum((grad.to(on_wire) / rank.world_size).float() for grad in grads)
+            param.grad = sum(grad.to(on_wire).float() / rank.world_size for grad in grads)
         plain.step()
         if kept_in == torch.bfloat16:
             for state in plain.state.values():
