@@ -29,7 +29,7 @@ import torch.distributed as dist
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import closure_returns, untraced, without_global_hooks
 from .inner import InnerTensors, share_attributes
-from .refuse import agree, checked_groups, divisor_of, param_ids, silence_torch
+from .refuse import agree, callable_or_refusal, checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, found_inf, multiply_grads, total_norm, watch_torchs_clipping
 from .states import ByParameter, state_for_rank, state_of_rank
 
@@ -46,7 +46,7 @@ class Guarded(torch.optim.Optimizer):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torchs_clipping(self)
-        self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
+        self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         self._inner_tensors = InnerTensors()
         return checked_groups(self, params, settings)
