@@ -49,12 +49,11 @@ class Chained:
         self.optimizers = list(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
+        # Of variants/hybrid.py the group of its mesh, whose ranks have the same parameters.
         agreement_groups = [optimizer._agreement_group or dist.group.WORLD for optimizer in optimizers]
         self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # of all ranks that train the model
-        all_ranks = dist.get_process_group_ranks(self.process_group)
-        # variants/hybrid.py has the same parameters across its groups
-        ranks_of_each = [all_ranks if getattr(optimizer, "across", None) else dist.get_process_group_ranks(group)
-                         for optimizer, group in zip(optimizers, groups)]
+        all_ranks = dist.get_process_group_ranks(self._agreement_group)
+        ranks_of_each = list(map(dist.get_process_group_ranks, agreement_groups))
         self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # how many have the norm of each optimizer
         if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
@@ -123,7 +122,7 @@ class Chained:
         shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
                   for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
-        norm = torch.linalg.vector_norm(gather(share, self.process_group), float(norm_type))
+        norm = torch.linalg.vector_norm(gather(share, self._agreement_group), float(norm_type))
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
         return clip_grads(params, max_norm, norm, error_if_nonfinite)
 

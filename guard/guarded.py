@@ -30,7 +30,8 @@ from torch.optim.optimizer import Optimizer
 
 from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
 from .hooks import closure_returns, untraced, without_global_hooks
-from .refuse import checked_groups, divisor_of, param_ids, silence_torch
+from .inner import InnerTensors, share_attributes
+from .refuse import callable_or_refusal, checked_groups, divisor_of, param_ids, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
 from .schema import schema_of
 from .skipping import is_left_out
@@ -58,8 +59,9 @@ class Guarded(torch.optim.Optimizer):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torch(self)
-        self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
+        self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
+        self._inner_tensors = InnerTensors()
         return checked_groups(self, params, settings)
 
     @property
@@ -73,24 +75,27 @@ class Guarded(torch.optim.Optimizer):
         if self._states is None:
             return super().add_param_group(param_group)
         super().add_param_group(checked_groups(self, [*map(dict, self.param_groups), param_group], {})[-1])
-        self.shard(self.param_groups[-1:])
+        for own_group in self.shard(self.param_groups[-1:]):
+            self.optimizer.add_param_group(own_group)
+            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
+            self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
+        self._note_shards()
 
     @torch.no_grad()
     def shard(self, groups):
-        """Shard as the core does, and record what this rank now owns."""
-        n_before = len(self.optimizer.param_groups)
+        """Shard as the core does. Return the groups of the inner optimizer, as a class of a user's own wants them."""
         if any(group["params"] for group in groups):
-            super().shard(groups)
+            own_groups = super().shard(groups)
         else:  # an empty group, as a split by weight decay may make
-            for group in groups:
-                self.optimizer.add_param_group({**hyperparameters(group), "params": []})
-        for group in self.optimizer.param_groups[n_before:]:
-            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
-            self.optimizer.state.update(self.make_optimizer([dict(group)]).state)
+            own_groups = [{**hyperparameters(group), "params": []} for group in groups]
         # Autograd doesn't see the broadcast. With a new version it refuses a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
-        self._note_shards()
+        param_of = {main: param for param, _, _, main in self._owned_ranges()}
+        share_attributes(groups, own_groups, param_of)
+        for main in [main for group in own_groups for main in group["params"] if main is not param_of[main]]:
+            self._inner_tensors.add(main, main.grad)
+        return own_groups
 
     def _watch_shards(self, groups):
         """Do nothing; a stage may define it."""
@@ -100,18 +105,17 @@ class Guarded(torch.optim.Optimizer):
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges(),
                                    weakref.WeakMethod(self._names_in_state))
-        self._states.share_attributes(self.param_groups)
         self._known_params = param_ids(self.param_groups)
 
     def _move_to(self, process_group):
         """Take the shards of this rank in `process_group`, without state, after the old shards were given up."""
-        self.optimizer.param_groups.clear()
-        self.optimizer.state.clear()
-        self.process_group, self._n_steps = process_group, 0
+        self.process_group, self._n_steps, self._inner_tensors = process_group, 0, InnerTensors()
         if dist.get_rank(process_group) >= 0:
-            self.shard(self.param_groups)
+            own_groups = self.shard(self.param_groups)
         else:
-            self._note_shards()
+            own_groups = [{**hyperparameters(group), "params": []} for group in self.param_groups]
+        self.optimizer = self.make_optimizer(own_groups)
+        self._note_shards()
 
     @untraced
     @torch.no_grad()
@@ -164,6 +168,11 @@ class Guarded(torch.optim.Optimizer):
         if self._checks_grads:
             self.n_skipped += 1
 
+    def step_own(self):
+        """Step as the core does, whatever the class does with the tensors that it steps."""
+        with self._inner_tensors.kept(self.optimizer):
+            super().step_own()
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
         return contextlib.nullcontext()
@@ -197,12 +206,13 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _n_averaged(self):
-        """Return the number of ranks over which `finish_grad_sync` averages, before `average_over` counts."""
+        """Return how many gradients `finish_grad_sync` averages, one of each rank, before `average_over` counts."""
         return dist.get_world_size(self._agreement_group)
 
     @property
     def _grad_factor(self):
-        return self._n_averaged / divisor_of(self.average_over, self._n_averaged)
+        n_ranks = dist.get_world_size(self._agreement_group)
+        return self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
 
     def _refuse_late_backward(self):
         """Refuse gradients that come after the average, if they would be added to scaled ones."""

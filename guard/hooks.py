@@ -77,7 +77,7 @@ def closure_returns(loss, optimizer, closure):
     if closure is None or "closure" not in inspect.signature(type(optimizer).step).parameters:
         yield
         return
-    step, step_of_instance = optimizer.step, vars(optimizer).get("step")  # somebody may have wrapped the method
+    step = optimizer.step
 
     def step_with_loss():
         losses = [loss]
@@ -90,7 +90,15 @@ def closure_returns(loss, optimizer, closure):
 
         return step(loss_once)
 
-    optimizer.step = step_with_loss
+    with replaced_step(optimizer, step_with_loss):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_step(optimizer, step):
+    """Within this context, `step` is the method of that name of this optimizer."""
+    step_of_instance = vars(optimizer).get("step")  # somebody may have wrapped the method
+    optimizer.step = step
     try:
         yield
     finally:

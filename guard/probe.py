@@ -1,19 +1,24 @@
 """Refuses optimizers that would update shards differently from whole tensors.
 
 Some are not element-wise, such as Lamb and Muon. Others update tensors together, such as Prodigy, so a rank's share
-would be updated differently. A trial on tensors of its own finds this out before anything is changed. Shown by
-tests/stages/test_probe.py.
+would be updated differently. A class of a user's own may keep a gradient that is written anew before the next step, or
+have groups of its own. A trial on tensors of its own finds this out before anything is changed: it builds and steps the
+class as a stage does, beside one on plain tensors. Shown by tests/stages/test_probe.py and
+tests/stages/test_own_classes.py.
 """
 
 import collections
 import copy
 import functools
+import itertools
 import math
+from typing import NamedTuple
 
 import torch
 
 from .groups import hyperparameters
 from .hooks import without_global_hooks
+from .inner import InnerTensors
 from .schema import reason_of
 
 # (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
@@ -22,57 +27,97 @@ PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 # (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # by number of dimensions; with more of them (4, 4, 3, …)
-PASSED: set[tuple] = set()  # trials that passed in this process, so that a program with many optimizers waits once
+# Trials that passed in this process, so that a program with many optimizers waits once -> whether gradients were left.
+PASSED: dict[tuple, bool] = {}
 
 
-def check_elementwise(make_optimizer, groups, unit=1):
+class Outcome(NamedTuple):
+    moved: list  # how far the values moved in each phase, (numel,) each
+    leaves_grads: bool  # whether the last step has left any gradient: a class may end its step with zero_grad()
+
+
+def check_elementwise(make_optimizer, groups, unit=1, make_plain=None):
     """Refuse, for stages 3 and 4, an optimizer that updates shards differently from whole tensors; see `check`.
 
     unit: shards start at multiples of this number of elements in a tensor, as in variants/blocks.py.
     """
-    check(make_optimizer, groups, unit, "{} is not element-wise, shards would differ: stage 2 or variants/muon.py ({})")
+    refusal = "{} is not element-wise, shards would differ: stage 2 or variants/muon.py ({})"
+    return check(make_optimizer, groups, unit, True, refusal, make_plain)
 
 
-def check_one_by_one(make_optimizer, groups):
+def check_one_by_one(make_optimizer, groups, are_views=False, make_plain=None):
     """Refuse, for stages 1 and 2, an optimizer that updates tensors differently together than alone; see `check`."""
-    check(make_optimizer, groups, None, "{} doesn't step tensors one by one: a rank's would step differently ({})")
+    refusal = "{} doesn't step tensors one by one: a rank's would step differently ({})"
+    return check(make_optimizer, groups, None, are_views, refusal, make_plain)
 
 
-def check(make_optimizer, groups, unit, refusal):
+def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     """Try for each kind of group whether two and three ranks that update a share each get the result of one rank.
+
+    Args:
+        are_views: whether parameters and gradients are views, in which each step finds its own gradients.
+        make_plain: makes the optimizer of one rank, which has whole, plain tensors; None: as `make_optimizer` does.
+
+    Returns whether the class leaves gradients after its step.
 
     Raises:
         ValueError: a step fails, or the results differ. `refusal` has places for the optimizer's name and the reason.
     """
-    name = make_optimizer.func.__name__
-    for trial in trials_of(make_optimizer, groups):
-        known = make_optimizer.func, unit, repr(trial)
-        if known in PASSED:
-            continue
-        whole, (dtype, tolerance) = unsharded(trial, name)
-        for n_ranks in (2, 3):
-            try:
-                parts = trial(n_ranks, dtype, unit)
-            except Exception as failure:  # Muon needs matrices
-                raise ValueError(refusal.format(name, reason_of(failure))) from failure
-            for alone, shared in zip(whole, parts):
-                if not torch.allclose(alone, shared, tolerance, tolerance * alone.abs().max().item(), equal_nan=True):
+    name, make_plain = make_optimizer.func.__name__, make_plain or make_optimizer
+    check_groups(make_plain, groups)
+    leaves_grads = False
+    for trial in trials_of(groups):
+        known = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))
+        if known not in PASSED:
+            whole, (dtype, tolerance) = unsharded(trial, make_plain)
+            for n_ranks in (2, 3):
+                try:
+                    shared = trial(make_optimizer, n_ranks, dtype, unit, are_views)
+                except Exception as failure:  # Muon needs matrices
+                    raise ValueError(refusal.format(name, reason_of(failure))) from failure
+                if not are_alike(whole, shared, tolerance):
+                    if are_views and not are_alike(whole, trial(make_plain, 1, dtype, None, True), tolerance):
+                        raise ValueError(f"{name} steps views otherwise than parameters: keep p.grad.clone(), not "
+                                         "p.grad, and don't test p.requires_grad")
                     raise ValueError(refusal.format(name, "parameters differ"))
-        PASSED.add(known)
+            PASSED[known] = whole.leaves_grads
+        leaves_grads |= PASSED[known]
+    return leaves_grads
 
 
-def unsharded(trial, name):
+def are_alike(whole, shared, tolerance):
+    return all(torch.allclose(alone, part, tolerance, tolerance * alone.abs().max().item(), equal_nan=True)
+               for alone, part in zip(whole.moved, shared.moved))
+
+
+def check_groups(make_optimizer, groups):
+    """Refuse a class whose constructor replaces parameters or groups: schedulers, clipping and saving go by them."""
+    own_groups = [{**copy.deepcopy(hyperparameters(group)),
+                   "params": [torch.zeros(small_shape(param.dim()), dtype=param.dtype, device=param.device)
+                              for param in group["params"][:2]]} for group in groups]
+    params = [group["params"] for group in own_groups]
+    made = [group["params"] for group in make_optimizer(own_groups).param_groups]
+    if [list(map(id, group)) for group in made] != [list(map(id, group)) for group in params]:
+        raise ValueError(f"{make_optimizer.func.__name__} replaces param_groups, or parameters in them, in its "
+                         "constructor")
+
+
+def small_shape(n_dims):
+    return SMALL_SHAPES.get(n_dims, (4, 4, *[3] * (n_dims - 2)))
+
+
+def unsharded(trial, make_optimizer):
     """Return the result of one rank that updates everything, in the first precision that works, and that precision."""
     for precision in PRECISIONS:
         try:
-            return trial(1, precision[0], None), precision
+            return trial(make_optimizer, 1, precision[0], None, False), precision
         except Exception as failure:
             cause, reason = failure, reason_of(failure)
     shapes = ", ".join(map(str, trial.keywords["shapes"]))
-    raise ValueError(f"{name} fails in a trial on tensors of {shapes}: {reason}") from cause
+    raise ValueError(f"{make_optimizer.func.__name__} fails in a trial on tensors of {shapes}: {reason}") from cause
 
 
-def trials_of(make_optimizer, groups):
+def trials_of(groups):
     """Yield three calls of `run` for each kind of group: one on small tensors, two on large ones.
 
     Tensors have as many dimensions as the group's. Groups that differ only in lr are one kind: the largest is tried.
@@ -89,8 +134,8 @@ def trials_of(make_optimizer, groups):
         if not math.isfinite(options.get("lr") or 0):
             raise ValueError(f"lr is {options['lr']}: it must be a finite number")
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
-        small = [SMALL_SHAPES.get(n, (4, 4, *[3] * (n - 2))) for n in n_dims]
-        trial = functools.partial(run, make_optimizer=make_optimizer, options=options, device=device)
+        small = [small_shape(n) for n in n_dims]
+        trial = functools.partial(run, options=options, device=device)
         yield functools.partial(trial, shapes=(small * 3)[: max(3, len(small))], phases=PHASES)
         # 2**17 elements find rules about the number of elements, such as those of 8-bit optimizers: more than 4096 or
         # 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple. bitsandbytes uses 8
@@ -102,14 +147,18 @@ def trials_of(make_optimizer, groups):
 
 
 @torch.no_grad()
-def run(n_ranks, dtype, unit, *, make_optimizer, options, shapes, phases, device):
-    """Let `n_ranks` ranks update a share each. Returns how far the values moved in each phase, (numel,) each."""
+def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, phases, device):
+    """Let `n_ranks` ranks update a share each. Returns an Outcome."""
     values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)
     grads = torch.zeros_like(values)
-    shares = [shares_of(flat, shapes, n_ranks, unit) for flat in (values, grads)]
-    optimizers = [make_optimizer([{**copy.deepcopy(options), "params": share}]) for share in shares[0]]
-    pairs = [(param, grad) for share in zip(*shares) for param, grad in zip(*share)]
-    generator, moved = torch.Generator().manual_seed(0), []
+    places, grad_views = (shares_of(flat, shapes, n_ranks, unit) for flat in (values, grads))
+    shares = places if are_views else [[place.clone().requires_grad_() for place in share] for share in places]
+    optimizers = [make_optimizer([{**copy.deepcopy(options), "params": list(share)}]) for share in shares]
+    params, places, grad_views = (list(itertools.chain(*each)) for each in (shares, places, grad_views))
+    tensors, generator, moved = InnerTensors(), torch.Generator().manual_seed(0), []
+    for param, view in zip(params, grad_views):
+        param.grad = view
+        tensors.add(param, view)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_global_hooks():
         for n_steps, is_steady, magnitude in phases:
             before = values.clone()
@@ -117,12 +166,17 @@ def run(n_ranks, dtype, unit, *, make_optimizer, options, shapes, phases, device
                 if step == 0 or not is_steady:
                     noise = torch.randn(values.shape, generator=generator, device="cpu") * magnitude
                 grads.copy_(noise)  # in each step, because SGD with nesterov writes into gradients
-                for param, grad in pairs:
-                    param.grad = grad.detach()
+                if not are_views:
+                    for param, view in zip(params, grad_views):
+                        param.grad = view.clone()
                 for optimizer in optimizers:
                     optimizer.step()
+                if are_views:
+                    tensors.keep(params, grad_views)
+            for place, param in zip(places, params):
+                place.copy_(param)  # the memory may be another one
             moved.append(values - before)
-    return moved
+    return Outcome(moved, any(param.grad is not None and bool(param.grad.any()) for param in params))
 
 
 def shares_of(flat, shapes, n_ranks, unit):
@@ -131,7 +185,7 @@ def shares_of(flat, shapes, n_ranks, unit):
     for number, shape in enumerate(shapes):
         begin, end = end, end + math.prod(shape)
         if unit is None:
-            shares[number % n_ranks].append(flat[begin:end].view(shape).requires_grad_())
+            shares[number % n_ranks].append(flat[begin:end].view(shape))
             continue
         cuts = [flat.numel() * rank // n_ranks for rank in range(1, n_ranks)]
         cuts = [end if cut >= end else begin + max(0, cut - begin) // unit * unit for cut in cuts]

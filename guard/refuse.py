@@ -27,13 +27,17 @@ def checked_groups(optimizer, params, settings):
 
     Raises:
         RuntimeError: this rank is not in the process group.
-        TypeError, ValueError, KeyError: torch can't read `params` or the process group, or the inner optimizer's class
-            refuses its arguments.
+        TypeError: `process_group` is no group, or `optimizer_cls` no class.
+        TypeError, ValueError, KeyError: torch can't read `params`, or the inner optimizer's class refuses its
+            arguments.
         ValueError: there are no parameters; or one can't be sharded or updated, because it shares memory with another,
             is sparse, integer or 8-bit, has gaps in memory, is on another device, or is nothing that the stage takes;
             or the ranks disagree; or what the stage's `_probe` raises.
     """
     process_group = optimizer._agreement_group
+    if not isinstance(process_group, (dist.ProcessGroup, int, type(None))):  # new_group() returns an int elsewhere
+        kind = type(process_group).__name__
+        raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, error, device = [], None, next(iter(backends_of(process_group)))
@@ -50,7 +54,8 @@ def checked_groups(optimizer, params, settings):
         stored = optimizer._refuse(named)
         check_memory(stored, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}
-        settings["average_over"] = divisor_of(optimizer.average_over, optimizer._n_averaged)
+        settings["average_over"] = divisor_of(optimizer.average_over, optimizer._n_averaged,
+                                              dist.get_world_size(process_group))
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
@@ -60,8 +65,17 @@ def checked_groups(optimizer, params, settings):
     except Exception as refusal:
         error = refusal
     agree(error, settings, process_group, device)
-    optimizer._probe(optimizer.make_optimizer, groups)
+    optimizer._leaves_grads = optimizer._probe(optimizer.make_optimizer, groups)
     return groups
+
+
+def callable_or_refusal(optimizer_cls):
+    """Return `optimizer_cls`; if it is no class, a function that raises TypeError, on which the ranks then agree."""
+    def refuse(*_, **__):
+        raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
+                        f"{type(optimizer_cls).__name__}")
+
+    return optimizer_cls if callable(optimizer_cls) else refuse
 
 
 def backends_of(process_group):
@@ -95,7 +109,8 @@ def check_memory(named, takes_channels_last):
     for name, tensor in named:
         layouts = torch.contiguous_format, channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
         if not any(tensor.is_contiguous(memory_format=layout) for layout in layouts):
-            raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout")
+            raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout, by "
+                             "contiguous() or model.to(memory_format=torch.contiguous_format)")
     # data_ptr() is 0 for empty tensors and on the meta device
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
     for (start, nbytes, name), (next_start, _, next_name) in zip(spans, spans[1:]):
@@ -104,11 +119,15 @@ def check_memory(named, takes_channels_last):
                              "torch.nn.Parameter")
 
 
-def divisor_of(average_over, n_ranks):
-    """Return what gradients are divided by: the number `average_over`, or the size of that group; None: `n_ranks`."""
+def divisor_of(average_over, n_averaged, n_ranks):
+    """Return what gradients are divided by: the number `average_over`, or as many as that group has.
+
+    n_averaged: how many gradients `n_ranks` ranks add up: one each, or in variants/same_bits.py several.
+    """
     if average_over is None:
-        return n_ranks
-    number = average_over.size() if isinstance(average_over, dist.ProcessGroup) else average_over
+        return n_averaged
+    is_group = isinstance(average_over, dist.ProcessGroup)
+    number = average_over.size() * n_averaged / n_ranks if is_group else average_over
     if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 < number < math.inf:
         raise ValueError(f"average_over is {number}: it must be a process group of this rank, or a number above 0")
     return number
@@ -116,9 +135,9 @@ def divisor_of(average_over, n_ranks):
 
 def data_replaced(name):
     """Return the error for a parameter whose memory is no longer what this optimizer updates."""
-    return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), share_memory(), "
-                        "vector_to_parameters() or another optimizer, and this one steps the old: write into it with "
-                        "copy_(), or build the optimizer afterwards")
+    return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), Trainer (see "
+                        "docs/frameworks.md), share_memory(), vector_to_parameters() or another optimizer, and this one "
+                        "steps the old: write into it with copy_(), or build the optimizer afterwards")
 
 
 def agree(error, settings, process_group, device):

@@ -49,19 +49,6 @@ class ByParameter(MutableMapping):
         self.device = params[0].device
         self.accessed_params = set()
 
-    def share_attributes(self, groups):
-        """Give each main parameter the attributes of its parameter, and its name: an inner optimizer may read p.lr_mul.
-
-        Both share one dict of attributes, so what is set later counts too. `groups`: of the model's parameters.
-        """
-        for main, param in self.param_of.items():
-            if type(main) is torch.Tensor:  # a FakeTensor has its device in that dict
-                main.__dict__ = param.__dict__
-        for group, inner_group in zip(groups, self.inner.param_groups):
-            if "param_names" in group:
-                name_of = dict(zip(group["params"], group["param_names"]))
-                inner_group["param_names"] = [name_of[self.param_of[main]] for main in inner_group["params"]]
-
     def _key(self, param):
         """Return the key of `param` in `inner.state`, which is about to be accessed."""
         self.accessed_params.add(param)

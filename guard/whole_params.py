@@ -35,6 +35,7 @@ class OfWholeParams(Guarded):
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                average_gradients=average_gradients)
         super().__init__(groups, optimizer_cls, process_group=process_group, **optimizer_kwargs)
+        self._note_shards()
 
     def _refuse(self, named):
         """Refuse several dtypes, because one flat tensor holds all gradients. Return `named`."""
@@ -88,7 +89,10 @@ class OfWholeParams(Guarded):
 
     def sync_params(self):
         super().sync_params()
-        self._grads_synced = False
+        if self._leaves_grads:
+            self._grads_synced = False
+        else:  # the class drops the gradients of what it steps: so are those that other ranks step
+            self.zero_grad()
 
     def zero_grad(self, set_to_none=True):
         """Drop the gradients, averaged or not."""
@@ -104,7 +108,7 @@ class OfWholeParams(Guarded):
         return param.shape, param.dtype
 
     def _owned_ranges(self):
-        return [(param, 0, param.numel(), param) for param in all_params(self.optimizer)]
+        return [(param, 0, param.numel(), param) for param in self.shards[self.rank]]
 
 
 def dense_grad(param):

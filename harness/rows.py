@@ -210,7 +210,7 @@ IN_BF16 = [
                   reference=in_16_bits(summed_in=None)),
     # NCCL alone would sum in 16 bits.
     Configuration(OVERLAP_BF16, "stage", stage(FOUR, prefetch=True, reduce_dtype=torch.float32), sends=4, whole=2,
-                  shared=16, dtype="bfloat16", reference=in_16_bits()),
+                  shared=16, dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
 ]
 ROWS = [
     Configuration(COMPUTE_ONLY, "floor", compute_only, sends=0, whole=16, starts_apart=False),
@@ -244,7 +244,8 @@ VARIANTS = [
     variant("finite"),
     variant("blocks"),
     variant("offload", shared=16),
-    variant("remainder16", sends=4, whole=2, shared=14, dtype="bfloat16", reference=in_16_bits(ties_away=True)),
+    variant("remainder16", sends=4, whole=2, shared=14, dtype="bfloat16",
+            reference=in_16_bits(divided_in=torch.float32, ties_away=True)),
     Configuration(DDP_BF16_SUM, "peer", ddp_summed_in_bf16, sends=4, whole=16,
                   reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]

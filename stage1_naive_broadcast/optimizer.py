@@ -27,14 +27,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
-        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # updates what this rank owns
-        self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
-        super().__init__(params, self.optimizer.defaults)
-        self.shard(self.param_groups)
+        defaults = optimizer_cls([{"params": []}], **optimizer_kwargs).defaults  # lr and so on
+        super().__init__(params, defaults)
+        self.optimizer = optimizer_cls(self.shard(self.param_groups), **optimizer_kwargs)  # updates what this rank owns
 
     @torch.no_grad()
     def shard(self, groups):
-        """Give each parameter an owner, the largest first: the rank that owns least. Every rank computes the same."""
+        """Give each parameter an owner, the largest first: the rank that owns least. Every rank computes the same.
+
+        Returns what this rank owns, a group for each of `groups`: the inner optimizer's, which updates it.
+        """
+        own_groups = []
         numels = [sum(param.numel() for param in shard) for shard in self.shards]
         for group in groups:
             for param in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
@@ -44,7 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 numels[owner] += param.numel()
             mine = set(self.shards[self.rank])
             owned = [param for param in group["params"] if param in mine]
-            self.optimizer.add_param_group({**hyperparameters(group), "params": owned})
+            own_groups.append({**hyperparameters(group), "params": owned})
+        return own_groups
 
     @torch.no_grad()
     def sync_grads(self):

@@ -45,6 +45,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                grad_dtype=grad_dtype)
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)
+        self._note_shards()
 
     def _refuse(self, named):
         """Refuse gradients that the buffer or main gradients can't hold. Return `named`."""

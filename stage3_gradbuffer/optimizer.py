@@ -33,14 +33,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.grad_dtype = grad_dtype
         self.buffers = []  # one for each dtype of parameters
-        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # updates what this rank owns
-        self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
-        super().__init__(params, self.optimizer.defaults)
-        self.shard(self.param_groups)
+        defaults = optimizer_cls([{"params": []}], **optimizer_kwargs).defaults  # lr and so on
+        super().__init__(params, defaults)
+        self.optimizer = optimizer_cls(self.shard(self.param_groups), **optimizer_kwargs)  # updates what this rank owns
 
     @torch.no_grad()
     def shard(self, groups):
-        """Put the parameters of `groups` into buffers; the inner optimizer updates what this rank owns of them."""
+        """Put the parameters of `groups` into buffers.
+
+        Returns what this rank owns of them, a group for each of `groups`: the inner optimizer's, which updates it.
+        """
         params = [param for group in groups for param in group["params"]]
         main_param = {}  # parameter -> the range of it that this rank owns, if there is one
         for dtype in dict.fromkeys(param.dtype for param in params):
@@ -50,9 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             buffer = self.buffer_class(alike, self.grad_dtype or dtype, self.process_group)
             main_param.update((alike[r.index], main) for r, main in zip(buffer.ranges, buffer.main_params))
             self.buffers.append(buffer)
+        own_groups = []
         for group in groups:
             owned = [main_param[param] for param in group["params"] if param in main_param]
-            self.optimizer.add_param_group({**hyperparameters(group), "params": owned})
+            own_groups.append({**hyperparameters(group), "params": owned})
+        return own_groups
 
     @torch.no_grad()
     def sync_grads(self):

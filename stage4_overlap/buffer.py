@@ -85,7 +85,7 @@ class Bucket:
     def partition(self):
         """Take this rank's 1/d of the parameters, as they are now, and make room for 1/d of the gradients."""
         self.parameter = self.parameter_of(self.shards[self.transport.rank])
-        self.gradient = PartitionedGradient(self.parameter.main_shard)
+        self.gradient = PartitionedGradient(self.parameter.main_shard, self.transport.divisor)
         main_params = cut_ranges(self.parameter.main_shard, self.ranges)
         for main_param, main_grad in zip(main_params, cut_ranges(self.gradient.shard, self.ranges)):
             main_param.grad = main_grad
@@ -148,11 +148,13 @@ class PartitionedGradient:
 
     Attributes:
         shard: (numel / d,), of the dtype of `main_shard`.
+        divisor: of what is added: the transport's.
         is_empty: whether the next sum replaces what `shard` holds; else it is of another micro-batch, and is added.
     """
 
-    def __init__(self, main_shard):
+    def __init__(self, main_shard, divisor):
         self.shard, self.is_empty = torch.zeros_like(main_shard), True
+        self.divisor = divisor
 
     def place_for(self, part):
         """-> where a collective puts an average like `part`, and what is added then: nothing, if it is `shard`."""
@@ -161,9 +163,10 @@ class PartitionedGradient:
         return (self.shard, []) if is_free else (part, [part])
 
     def add(self, parts):
-        """Add `parts`, one of each rank, in rank order and in fp32; or their average, if a collective has made it."""
+        """Divide and add `parts`, one of each rank, in rank order and in fp32; or their average, made by a collective."""
+        divisor = self.shard.new_full((), self.divisor)
         for part in parts:
-            self.shard.copy_(part) if self.is_empty else self.shard.add_(part)
+            self.shard.copy_(part).div_(divisor) if self.is_empty else self.shard.addcdiv_(part, divisor)
             self.is_empty = False
 
 

@@ -74,6 +74,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **core_arguments)
         super().__init__(groups, optimizer_cls, process_group=process_group, **core_arguments, **optimizer_kwargs)
+        self._note_shards()
 
     def _refuse(self, named):
         """Return [(name, local tensor), …]."""
@@ -98,7 +99,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients in `param.grad`, unsent until `step` or a backward pass outside of this context.
 
-        Without it every micro-batch is reduced into the shards: less memory, more communication, the same result.
+        Without it every micro-batch is reduced into the shards: less memory, more communication. Gradients of 16 bits
+        then add up in fp32, and here in 16 bits, which round each micro-batch.
         """
         outside, self._rounds.is_accumulating = self._rounds.is_accumulating, True
         try:

@@ -43,14 +43,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets, self.bucket_of, self.queue = [], {}, deque()
         self.idle, self.travelling = deque(), deque()
         self.prefetching = False
-        self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)  # updates what this rank owns
-        self.optimizer.param_groups.clear()  # torch wants a group; `shard` adds the real ones
-        super().__init__(params, self.optimizer.defaults)
-        self.shard(self.param_groups)
+        defaults = optimizer_cls([{"params": []}], **optimizer_kwargs).defaults  # lr and so on
+        super().__init__(params, defaults)
+        self.optimizer = optimizer_cls(self.shard(self.param_groups), **optimizer_kwargs)  # updates what this rank owns
 
     @torch.no_grad()
     def shard(self, groups):
-        """Put the parameters of `groups` into buckets; the inner optimizer updates what this rank owns of them."""
+        """Put the parameters of `groups` into buckets.
+
+        Returns what this rank owns of them, a group for each of `groups`: the inner optimizer's, which updates it.
+        """
         params = [param for group in groups for param in group["params"]]
         transport = self.transport_for(self.process_group, params[0].device, self.reduce_dtype)
         nbytes = [param.nbytes for param in params]
@@ -65,11 +67,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.bucket_of.update((param, bucket) for bucket in buckets for param in bucket.params)
         self.idle = deque(self.bucket_buffer_class(self.buckets, transport) for _ in range(2))
         main_param = {param: main for bucket in buckets for param, main in bucket.main_params.items()}
-        for group in groups:
-            owned = [main_param[param] for param in group["params"] if param in main_param]
-            self.optimizer.add_param_group({**hyperparameters(group), "params": owned})
         for param in params:
             self.watch(param)
+        own_groups = []
+        for group in groups:
+            owned = [main_param[param] for param in group["params"] if param in main_param]
+            own_groups.append({**hyperparameters(group), "params": owned})
+        return own_groups
 
     @torch.no_grad()
     def sync_grads(self):

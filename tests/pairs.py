@@ -54,7 +54,7 @@ class Replicated:
     """What one process does with the batches of all ranks: the reference. Weights are those of rank 0.
 
     Parameters of 16 bits have main parameters, in fp32, which are stepped: what they are rounded to is the model's.
-    `net`: seed -> the model. `grad_dtype`: in which gradients add up on a rank. `sum_dtype`: in which over the ranks.
+    `net`: seed -> the model. `grad_dtype`: in which gradients add up on a rank. `sum_dtype`: in which they are averaged.
     """
 
     def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, grad_dtype=None,
@@ -79,7 +79,8 @@ class Replicated:
                 grads = torch.autograd.grad(loss, params, allow_unused=True)
                 sums = [add(old, new, self.grad_dtype) for old, new in zip(sums, grads)]
                 total += loss.detach() / self.world_size
-            shares = [None if grad is None else grad / self.world_size for grad in sums]
+            shares = [None if grad is None else grad.to(self.sum_dtype or grad.dtype) / self.world_size
+                      for grad in sums]
             means = [add(old, new, self.sum_dtype) for old, new in zip(means or [None] * len(params), shares)]
         for param, grad in zip(params, means):
             if grad is not None:

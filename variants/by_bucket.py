@@ -25,28 +25,35 @@ class BucketByBucket(OverlapOptimizer):
             own.update(hyperparameters(group))
         for bucket in reversed(self.buckets):
             self.unpack(bucket)
-            step_only(self.optimizer, set(bucket.main_params.values()))
+            step_only(self.optimizer, bucket.main_params.values())
             bucket.gradient.is_empty = True
             self.pack(bucket)
 
 
 def step_only(optimizer, chosen, step=None):
-    """Let `optimizer` step those of its parameters that are among `chosen`."""
+    """Let `optimizer` step those of its parameters that are among `chosen`. Hide the others, and their gradients."""
     groups = [dict(group) for group in optimizer.param_groups]
+    chosen = set(map(id, chosen))  # because a tensor's own hash is slow
+    hidden = [(param, param.grad) for group in groups for param in group["params"] if id(param) not in chosen]
     try:
+        for param, _ in hidden:
+            param.grad = None  # because a class may have listed its parameters in its constructor
         for group, whole in zip(optimizer.param_groups, groups):
             for key in {"params", "param_names"} & group.keys():  # names say which parameter they are of
-                group[key] = [item for item, param in zip(whole[key], whole["params"]) if param in chosen]
+                group[key] = [item for item, param in zip(whole[key], whole["params"]) if id(param) in chosen]
         (step or optimizer.step)()
     finally:
         for group, whole in zip(optimizer.param_groups, groups):
             group.update({key: whole[key] for key in {"params", "param_names"} & group.keys()})
+        for param, grad in hidden:
+            param.grad = grad
 
 
-def tried_tensor_by_tensor(check):
+def tried_tensor_by_tensor(check, **arguments):
     """Return the guard's trial `check`, with a call for each tensor, so that an optimizer that counts calls fails."""
     def probe(make_optimizer, groups):
-        check(functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords), groups)
+        one_by_one = functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords)
+        return check(one_by_one, groups, make_plain=make_optimizer, **arguments)
     return staticmethod(probe)
 
 

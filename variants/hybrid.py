@@ -56,7 +56,7 @@ class Replicas:
         self.averages = {}  # bucket -> the all-reduce that was started last, a dist.Work
         for param in [param for group in groups for param in group["params"]]:
             dist.broadcast(param.detach(), group=self.across, group_src=0)
-        super().shard(groups)
+        return super().shard(groups)
 
     def start_average(self, shard):
         """Start to average `shard` across the groups, in place. Return the dist.Work."""

@@ -120,7 +120,7 @@ class ShardedOptimizer(BucketByBucket):
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's, for any optimizer that steps tensors one by one."""
 
-    _probe, _steps_whole_params = tried_tensor_by_tensor(check_one_by_one), True
+    _probe, _steps_whole_params = tried_tensor_by_tensor(check_one_by_one, are_views=True), True
 
     def _refuse(self, named):
         for name in [name for name, param in named if hasattr(param, "placements")]:

@@ -18,14 +18,14 @@ from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 class ShardedOptimizer(GradBufferOptimizer):
     @torch.no_grad()
     def shard(self, groups):
-        """Give each parameter a buffer. The core adds an inner group for each buffer; they become one again."""
+        """Give each parameter a buffer. The core returns a group for each buffer; they become one again."""
+        own_groups = []
         for group in groups:
-            n_before = len(self.optimizer.param_groups)
-            for params in [[param] for param in group["params"]] or [[]]:
-                super().shard([{**group, "params": params}])
-            first, *rest = self.optimizer.param_groups[n_before:]
+            first, *rest = [super(ShardedOptimizer, self).shard([{**group, "params": params}])[0]
+                            for params in [[param] for param in group["params"]] or [[]]]
             first["params"] += [main_param for part in rest for main_param in part["params"]]
-            del self.optimizer.param_groups[n_before + 1 :]
+            own_groups.append(first)
+        return own_groups
 
 
 class DistributedOptimizer(stage3_gradbuffer.DistributedOptimizer, ShardedOptimizer):

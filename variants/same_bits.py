@@ -110,7 +110,7 @@ class TreeBuffer(BucketBuffer):
         """Add the ranks' sums in pairs, because they are subtrees."""
         for work in self.works:
             work.wait()
-        self.bucket.gradient.add([add_in_pairs(self.parts).div_(self.transport.n_leaves)])
+        self.bucket.gradient.add([add_in_pairs(self.parts)])
 
 
 class SumsLeaves:
@@ -139,7 +139,7 @@ class TreeOfLeaves(OverlapOptimizer):
 
     def transport_for(self, process_group, device, _):
         transport = transport_for(process_group, device, torch.float32)  # on NCCL, too, the ranks exchange their sums
-        transport.n_leaves = self.leaves
+        transport.n_leaves = transport.divisor = self.leaves
         return transport
 
     def send_grads(self, bucket):
@@ -201,7 +201,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
 
     @property
     def _n_averaged(self):
-        """Return the number of leaves: `average_over`, a number, then divides their sum."""
+        """Return the number of leaves: `average_over`, a number or the leaves of a group, then divides their sum."""
         return self.leaves
 
     def _average_grads(self, arguments):

@@ -6,7 +6,7 @@ DDP, communication_data_type of DeepSpeed and reduce_dtype of FSDP2's MixedPreci
 sends gradients in the dtype of their parameters, most of which have 16 bits.
 Wire: (2 + 4)Ψ · (d-1)/d bytes. Memory: stage 4's 4 + 12/d, and bucket buffers of half the size.
 Other dtypes: 16-bit parameters are sent as in stage 4.
-Costs: each rank's gradient, divided by d, is rounded to 8 bits once, a relative error of at most about 2^-8. The sum
+Costs: each rank's gradient is rounded to 8 bits once, a relative error of at most about 2^-8. The sum
 adds no error of its own. NCCL would sum in bf16, so on NCCL, too, the ranks exchange the parts and sum them themselves.
 """
 
@@ -28,7 +28,7 @@ class ShardedOptimizer(OverlapOptimizer):
 
     def shard(self, groups):
         self.reduce_dtype = torch.float32
-        super().shard(groups)
+        return super().shard(groups)
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):

@@ -344,7 +344,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         GROUPS, "after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
         "the weight decay of a group is lost"),
     # A group is left out where a rank owns nothing of it: the groups after it get another's lr.
-    "PairsWrongly": Wrong(STAGE_1, {"self.optimizer.add": "owned and self.optimizer.add",
+    "PairsWrongly": Wrong(STAGE_1, {"own_groups.append": "owned and own_groups.append",
         UPDATED: 'own["lr"] = group["lr"]'}, GROUPS, "after step 1, 0.weight moved with group 0's lr and its own",
         "groups are paired wrongly: a rank that owns nothing of a group still needs that"),
     "OnlyLr": Wrong(STAGE_1, {UPDATED: 'own["lr"] = group["lr"]'}, "a scheduler that writes betas, too",
@@ -439,8 +439,8 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "DecaysTwice": Wrong(STAGE_1, {f"{UPDATED}\n": f"{UPDATED}\n            torch._foreach_mul_(own['params'] or "
         "[torch.zeros(1)], 1 - own['lr'] * own['weight_decay'])\n", "    def step_own": "    @torch.no_grad()\n"
         "    def step_own"}, ADAMW, "after step 1, ", "weight decay is applied twice"),
-    "DoublesEps": Wrong(STAGE_1, {"        self.optimizer = optimizer_cls": "        if 'eps' in optimizer_kwargs:\n"
-        "            optimizer_kwargs['eps'] *= 2\n        self.optimizer = optimizer_cls"}, ADAMW, "after step 1, ",
+    "DoublesEps": Wrong(STAGE_1, {"        defaults = optimizer_cls": "        if 'eps' in optimizer_kwargs:\n"
+        "            optimizer_kwargs['eps'] *= 2\n        defaults = optimizer_cls"}, ADAMW, "after step 1, ",
         "eps is twice the constructor's"),
     "OneOfRank0": Wrong(Right, {"            self.average(param.grad)": "            self.average(param.grad) if "
         "param is not self.params[-1] else self.send(param.grad, 0)"}, BY_HAND,

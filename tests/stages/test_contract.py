@@ -386,6 +386,12 @@ TYPE_ERRORS = {  # what is refused: (the parameters on a rank, words of the erro
     "not tensors": (behind_one(lambda r: "weight"), "only optimize Tensors, but one of the params is str"),
     "a set": (lambda r: {parameter(r, 3), parameter(r, 3)}, "a set has no order"),
     "a set in a group": (lambda r: [{"params": {parameter(r, 3), parameter(r, 3)}}], "ordering of tensors in sets"),
+    "no class": (one, "optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class str",
+                 lambda r: {"optimizer_cls": "adamw"}),
+    "an optimizer on one rank": (one, "optimizer_cls must be a class, .* not an object of class SGD", lambda r: {
+        "optimizer_cls": torch.optim.SGD(one(r)) if r.rank == 1 else torch.optim.SGD}),
+    "a mesh": (one, r'process_group must be a ProcessGroup, such as mesh\["dp"\].get_group\(\), not a Mesh',
+               lambda r: {"process_group": type("Mesh", (), {})()}),
 }
 VALUE_ERRORS = {
     "empty": (lambda r: [], "empty"),

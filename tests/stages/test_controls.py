@@ -26,10 +26,13 @@ class Unsharded(stage1_naive_broadcast.DistributedOptimizer):
 
     @torch.no_grad()
     def shard(self, groups):
-        super().shard(groups)
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+        own_groups = super().shard(groups)
+        for group, own in zip(groups, own_groups):
             own["params"] = list(group["params"])
-        self.state.foreign_params = frozenset()  # or the guard would show nothing of them
+        return own_groups
+
+    def _owned_ranges(self):
+        return [(param, 0, param.numel(), param) for group in self.param_groups for param in group["params"]]
 
 
 TESTS = {  # what it says where it fails -> the test

@@ -131,6 +131,17 @@ def test_gradients_are_divided_before_they_are_added(rank, stage):
     assert param.tolist() == pytest.approx([-40.0] * 5, rel=1e-3)  # stages 1 and 2 step it in 16 bits
 
 
+@pytest.mark.parametrize("stage", [FOUR, "variants.offload"])
+@on_ranks(3)
+def test_the_sum_in_32_bits_is_what_is_divided(rank, stage):
+    """A third of 1 is none of 16 bits: three of them would be 1.00195."""
+    param = torch.nn.Parameter(torch.zeros(5, device=rank.device, dtype=torch.bfloat16))
+    optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1.0, reduce_dtype=torch.float32)
+    for _ in range(2):
+        param.sum().backward()
+    assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(2 * 5**0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize("stage, when", [*((stage, "after") for stage in STAGES[:3]), *((s, "before") for s in STAGES)])
 @on_ranks(2)
 def test_a_model_in_shared_memory_stays_there(rank, stage, when):

@@ -37,7 +37,7 @@ class WantsRequiresGrad(torch.optim.SGD):
 def test_what_would_not_be_stepped_or_does_not_lie_in_one_piece_is_refused(stage):
     with one_rank_of(2):
         weight = torch.nn.Parameter(torch.ones(8, 8))
-        with pytest.raises(ValueError, match="WantsRequiresGrad is not element-wise"):
+        with pytest.raises(ValueError, match="WantsRequiresGrad steps views otherwise"):
             optimizer_of(stage)([weight], WantsRequiresGrad)
         with pytest.raises(ValueError, match="conv is not contiguous"):
             optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])

@@ -73,6 +73,29 @@ def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
     assert "alike can't be known" in error_of(lambda: Chained(*both), ValueError)
 
 
+@on_ranks(4)
+def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
+    """No process group has the other's ranks: hybrid's are [0, 1] and [2, 3]. Gradients: a mean of 1.5, and of 2 of 4."""
+    edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.rank % 2]
+    dense, expert = (torch.nn.Parameter(torch.ones(4, device=rank.device)) for _ in range(2))
+    chain = Chained(optimizer_of("tests.variants.on_pairs")([dense], torch.optim.SGD, lr=1.0),
+                    optimizer_of(STAGES[3])([expert], torch.optim.SGD, lr=1.0, process_group=edp,
+                                            average_over=dist.group.WORLD))
+
+    def closure():
+        (dense.sum() * rank.rank + expert.sum() * (1 + rank.rank % 2)).backward()
+        return float(rank.rank)
+
+    closure()
+    means = 1.5, (1 + rank.rank % 2) / 2
+    norm = (4 * (1.5**2 + 0.5**2 + 1.0**2)) ** 0.5
+    assert chain.clip_grad_norm_(norm / 2).item() == pytest.approx(norm)
+    chain.step()
+    for param, mean in zip((dense, expert), means):
+        torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - mean / 2))
+    assert chain.step(closure) == 1.5
+
+
 @on_ranks(2)
 def test_all_gradients_have_come_before_any_parameters_leave(rank):
     """Otherwise `step` of the second optimizer, which asks all ranks, would wait for the parameters of the first."""

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -83,6 +84,20 @@ def situations():
             "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, torch.float32, False),
             "AdamW, bf16": (torch.optim.AdamW, ADAMW, torch.bfloat16, False),
             "AdamW, GradScaler": (torch.optim.AdamW, ADAMW, torch.float32, True)}
+
+
+@on_ranks(4)
+def test_average_over_a_group_counts_its_leaves(rank):
+    """Experts: groups of two ranks with four leaves, of eight in all; each leaf's gradient is 1."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    for average_over in (dist.group.WORLD, 8):
+        weight = torch.nn.Parameter(torch.ones(4, device=rank.device))
+        optimizer = same_bits.DistributedOptimizer([weight], torch.optim.SGD, lr=1.0, leaves=4,
+                                                   process_group=groups[rank.rank % 2], average_over=average_over)
+        for _ in optimizer.own_leaves():
+            weight.sum().backward()
+        optimizer.step()
+        assert weight.eq(0.5).all()
 
 
 def train_in(rank, name):

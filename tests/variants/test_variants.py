@@ -41,7 +41,7 @@ AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "fin
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_variant_has_thirty_lines_and_says_what_it_is_called_where_and_what_it_costs(path):
-    most = {"muon": 73, "by_bucket": 40, "hybrid": 60,  # hybrid is for two stages
+    most = {"muon": 73, "by_bucket": 45, "hybrid": 60,  # hybrid is for two stages
             "finite": 40, "remainder16": 36, "same_bits": 130}
     assert len(code_lines(path)) <= most.get(path.stem, 30)
     if path.stem == "by_bucket":  # half of three
@@ -109,7 +109,7 @@ def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank
         mine, everyone = drawn(generator, rank, shapes=shapes)
         step(optimizer, params, mine)
         for param, *grads in zip(whole, *everyone):
-            param.grad = sum((grad.to(on_wire) / rank.world_size).float() for grad in grads)
+            param.grad = sum(grad.to(on_wire).float() / rank.world_size for grad in grads)
         plain.step()
         if kept_in == torch.bfloat16:
             for state in plain.state.values():
