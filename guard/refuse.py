@@ -28,8 +28,7 @@ def checked_groups(optimizer, params, settings):
     Raises:
         RuntimeError: this rank is not in the process group.
         TypeError: `process_group` is no group, or `optimizer_cls` no class.
-        TypeError, ValueError, KeyError: torch can't read `params`, or the inner optimizer's class refuses its
-            arguments.
+        TypeError, ValueError, KeyError: torch can't read `params`, or `optimizer_cls` refuses its arguments.
         ValueError: there are no parameters; or one can't be sharded or updated, because it shares memory with another,
             is sparse, integer or 8-bit, has gaps in memory, is on another device, or is nothing that the stage takes;
             or the ranks disagree; or what the stage's `_probe` raises.
@@ -70,7 +69,7 @@ def checked_groups(optimizer, params, settings):
 
 
 def callable_or_refusal(optimizer_cls):
-    """Return `optimizer_cls`; if it is no class, a function that raises TypeError, on which the ranks then agree."""
+    """Return `optimizer_cls`; if it is no class, a function that raises TypeError, as what the ranks agree on does."""
     def refuse(*_, **__):
         raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
                         f"{type(optimizer_cls).__name__}")
@@ -109,8 +108,8 @@ def check_memory(named, takes_channels_last):
     for name, tensor in named:
         layouts = torch.contiguous_format, channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
         if not any(tensor.is_contiguous(memory_format=layout) for layout in layouts):
-            raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout, by "
-                             "contiguous() or model.to(memory_format=torch.contiguous_format)")
+            raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout, "
+                             "by contiguous() or model.to(memory_format=torch.contiguous_format)")
     # data_ptr() is 0 for empty tensors and on the meta device
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
     for (start, nbytes, name), (next_start, _, next_name) in zip(spans, spans[1:]):
@@ -136,8 +135,8 @@ def divisor_of(average_over, n_averaged, n_ranks):
 def data_replaced(name):
     """Return the error for a parameter whose memory is no longer what this optimizer updates."""
     return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), Trainer (see "
-                        "docs/frameworks.md), share_memory(), vector_to_parameters() or another optimizer, and this one "
-                        "steps the old: write into it with copy_(), or build the optimizer afterwards")
+                        "docs/frameworks.md), share_memory(), vector_to_parameters() or another optimizer, and this "
+                        "one steps the old: write into it with copy_(), or build the optimizer afterwards")
 
 
 def agree(error, settings, process_group, device):
@@ -151,8 +150,7 @@ def agree(error, settings, process_group, device):
         # The other ranks raise a class of Python: one of another library may be missing there, or take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
         dist.all_gather_object(errors, None if error is None else (kind, str(error)), group=process_group)
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        rank, (kind, text) = next((rank, error) for rank, error in zip(ranks, errors) if error)
+        rank, (kind, text) = next((rank, error) for rank, error in enumerate(errors) if error)
         raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")

@@ -163,7 +163,7 @@ class PartitionedGradient:
         return (self.shard, []) if is_free else (part, [part])
 
     def add(self, parts):
-        """Divide and add `parts`, one of each rank, in rank order and in fp32; or their average, made by a collective."""
+        """Divide and add `parts`, one of each rank, in rank order and in fp32; or the average of a collective."""
         divisor = self.shard.new_full((), self.divisor)
         for part in parts:
             self.shard.copy_(part).div_(divisor) if self.is_empty else self.shard.addcdiv_(part, divisor)

@@ -54,7 +54,7 @@ class Replicated:
     """What one process does with the batches of all ranks: the reference. Weights are those of rank 0.
 
     Parameters of 16 bits have main parameters, in fp32, which are stepped: what they are rounded to is the model's.
-    `net`: seed -> the model. `grad_dtype`: in which gradients add up on a rank. `sum_dtype`: in which they are averaged.
+    `net`: seed -> the model. `grad_dtype`: in which gradients add up on a rank. `sum_dtype`: in which ranks average.
     """
 
     def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, grad_dtype=None,

@@ -75,7 +75,7 @@ def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
 
 @on_ranks(4)
 def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
-    """No process group has the other's ranks: hybrid's are [0, 1] and [2, 3]. Gradients: a mean of 1.5, and of 2 of 4."""
+    """No process group has the other's ranks: hybrid's are [0, 1] and [2, 3]."""
     edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.rank % 2]
     dense, expert = (torch.nn.Parameter(torch.ones(4, device=rank.device)) for _ in range(2))
     chain = Chained(optimizer_of("tests.variants.on_pairs")([dense], torch.optim.SGD, lr=1.0),
