@@ -150,7 +150,8 @@ def agree(error, settings, process_group, device):
         # The other ranks raise a class of Python: one of another library may be missing there, or take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
         dist.all_gather_object(errors, None if error is None else (kind, str(error)), group=process_group)
-        rank, (kind, text) = next((rank, error) for rank, error in enumerate(errors) if error)
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        rank, (kind, text) = next((rank, error) for rank, error in zip(ranks, errors) if error)
         raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")
