@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.common import mesh_of
+from harness.workers import Workers
+from tests.common import in_groups_of_its_own, mesh_of
 
 
 def make_groups(rank):
@@ -22,8 +22,9 @@ def count_loops(rank):
     return sum(Path(task, "comm").read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").iterdir())
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_a_group_that_a_test_makes_ends_with_it(run):
-    for _ in range(2):
-        run(make_groups)
-        assert run(count_loops) == [1, 1]
+def test_a_group_that_a_test_makes_ends_with_it():
+    """On ranks of its own: others may have left a reference to a group, whose threads live as long."""
+    with Workers(2) as workers:
+        for _ in range(2):
+            workers.run(in_groups_of_its_own, make_groups)
+            assert workers.run(in_groups_of_its_own, count_loops) == [1, 1]
