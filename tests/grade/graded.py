@@ -344,7 +344,8 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         GROUPS, "after step 1, 0.weight, 0.bias … moved with its own lr and the constructor's weight decay",
         "the weight decay of a group is lost"),
     # A group is left out where a rank owns nothing of it: the groups after it get another's lr.
-    "PairsWrongly": Wrong(STAGE_1, {"own_groups.append": "owned and own_groups.append",
+    "PairsWrongly": Wrong(STAGE_1, {
+        "return own_groups": "return [group for group in own_groups if group['params']] or own_groups",
         UPDATED: 'own["lr"] = group["lr"]'}, GROUPS, "after step 1, 0.weight moved with group 0's lr and its own",
         "groups are paired wrongly: a rank that owns nothing of a group still needs that"),
     "OnlyLr": Wrong(STAGE_1, {UPDATED: 'own["lr"] = group["lr"]'}, "a scheduler that writes betas, too",
