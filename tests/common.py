@@ -154,12 +154,16 @@ def meet_anew(rank):
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     dist.destroy_process_group()
-    # A group has threads until its last reference has gone. torch's caches keep meshes, and a mesh keeps its groups.
+    # A group has threads until its last reference has gone. A bare core has one, and is in a cycle that no garbage
+    # collector sees: a parameter has a hook of the core, which has the parameter. Caches of torch keep meshes.
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Parameter):
+            (found._post_accumulate_grad_hooks or {}).clear()
+        elif type(found) is DeviceMesh:
+            found._pg_registry.clear()
     mesh_of.cache_clear()
     torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes equal those that are made next
     gc.collect()
-    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
-        mesh._pg_registry.clear()
     gc.freeze()  # the next collection is quick
     place = rank.rank, rank.world_size
     join(*place, *place, 300, dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store))
