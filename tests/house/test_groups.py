@@ -27,6 +27,8 @@ def count_loops(rank):
 
 @pytest.mark.parametrize("world_size", [2])
 def test_a_group_that_a_test_makes_ends_with_it(run):
+    """A few tests leave a reference to a group of theirs, whose threads live as long: those were there before."""
+    n_before = run(count_loops)
     for _ in range(2):
         run(make_groups)
-        assert run(count_loops) == [1, 1]
+        assert all(n_loops <= n for n_loops, n in zip(run(count_loops), n_before))
