@@ -2,7 +2,7 @@
 
     python -m harness.take 4 path/to/my_optimizer [--checkpoint]
 
-train.py stays here, imports become relative, and the package says which version it is, and under which licence.
+train.py stays here, imports become relative, and what `taken/` has makes the package stand on its own.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 from harness import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = Path(__file__).parent / "taken"  # of a package called my_optimizer
 STAYS = {"train.py", "show.py", "__init__.py"}
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 OPENING = '''"""Stage {number} of "The distributed optimizer, in four stages", {version}. Licence: MIT, see LICENSE."""
@@ -22,6 +23,7 @@ OPENING = '''"""Stage {number} of "The distributed optimizer, in four stages", {
 from .distributed import DistributedOptimizer as DistributedOptimizer
 from .optimizer import ShardedOptimizer as ShardedOptimizer
 
+__all__ = ["DistributedOptimizer", "ShardedOptimizer"]
 __version__ = "{version}"
 '''
 
@@ -58,12 +60,28 @@ def files_of(stage, with_checkpoint):
     return {**files, "__init__.py": opening, "LICENSE": (ROOT / "LICENSE").read_text()}
 
 
+def package_files(number, name, code):
+    """Return {path in the package: text} of what a package has beside its code, {path: text}: see `taken/`."""
+    packages = {f"{name}/{path}".rpartition("/")[0].replace("/", ".") for path in code}
+    words = {"my_optimizer": name, "NUMBER": number, "VERSION": VERSION, '"PACKAGES"': str(sorted(packages))[1:-1]}
+    has_prefetch = any("def prefetch_params" in text for text in code.values())
+    files = {"py.typed": ""}
+    for path in TEMPLATES.iterdir():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        text = "".join(line for line in lines if has_prefetch or "prefetch_params" not in line)
+        for word, meaning in words.items():
+            text = text.replace(word, meaning)
+        files[path.name] = text
+    return files
+
+
 def take(number, to, with_checkpoint=False):
     """Write a stage as a package. Raises ValueError: there is no such stage, or `to` is no place for a package."""
     stages = {stage[len("stage")]: stage for stage in STAGES}
     if number not in stages:
         raise ValueError(f"STAGE={number}: there are stages 1 to {len(stages)}")
-    write_package(to, files_of(stages[number], with_checkpoint))
+    code = files_of(stages[number], with_checkpoint)
+    write_package(to, {**code, **package_files(number, to.name, code)})
 
 
 def write_package(to, files):
@@ -87,7 +105,7 @@ def main():
         take(args.stage, args.to, args.checkpoint)
     except (ValueError, OSError) as reason:
         parser.exit(2, f"take: {reason}\n")
-    print(f"{args.to}: from {args.to.name} import DistributedOptimizer")
+    print(f"{args.to}: from {args.to.name} import DistributedOptimizer; {args.to}/README.md says how")
 
 
 if __name__ == "__main__":

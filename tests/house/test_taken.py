@@ -10,7 +10,7 @@ import torch
 
 from harness.take import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
-from tests.ranks import ROOT, run_alone, run_module
+from tests.ranks import ROOT, run_alone, run_module, run_ranks
 from tests.stages.test_cores import core_of
 
 OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "scale_grads_", "no_sync", "average_over"}
@@ -73,6 +73,48 @@ def test_a_stage_that_was_taken_trains_saves_and_loads(stage, tmp_path):
     assert run.code == 0, run.stderr
     assert run.stdout.splitlines() == [
         "{'step': 1}", f"[-0.25, -0.25, -0.25] {tmp_path}/mine/checkpoint/__init__.py", f"mine.distributed {VERSION}"]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_page_of_a_package_has_a_program_that_runs_as_it_stands(stage, tmp_path):
+    """It must prefetch where the stage can, and nowhere else."""
+    take(stage.removeprefix("stage")[0], tmp_path / "mine")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", (tmp_path / "mine" / "README.md").read_text(), re.M | re.DOTALL)
+    (tmp_path / "program.py").write_text(program)
+    assert [ended.stderr for ended in run_ranks(2, tmp_path / "program.py", cwd=tmp_path) if ended.code] == []
+    assert (tmp_path / "saved" / ".metadata").exists() and ("prefetch_params" in program) == (stage == STAGES[3])
+
+
+def pip_install(what, to):
+    """Return (exit code, stderr) of pip, which installs no other package."""
+    run = subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", to, what], text=True,
+                         cwd=to.parent, capture_output=True)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.waits
+def test_pip_installs_a_package_that_was_taken_which_tests_itself_on_two_ranks(tmp_path):
+    take("4", tmp_path / "mine", with_checkpoint=True)
+    code, error = pip_install("./mine", tmp_path / "site")
+    assert code == 0, error
+    shutil.rmtree(tmp_path / "mine")
+    assert (tmp_path / "site" / "mine" / "py.typed").exists() and (tmp_path / "site" / "mine" / "checkpoint").is_dir()
+    run = subprocess.run([sys.executable, "-m", "mine.smoke_test"], cwd=tmp_path / "site", text=True,
+                         capture_output=True)
+    assert (run.returncode, run.stdout) == (0, "2 ranks have trained as one process does\n"), run.stderr
+
+
+@pytest.mark.waits
+def test_pip_installs_extras_of_the_repository_and_refuses_the_repository_itself(tmp_path):
+    """Of a copy: pip leaves a folder beside what it builds."""
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, repository)
+    code, error = pip_install("./repository", tmp_path / "site")
+    assert code == 1 and "`make take STAGE=4 TO=path` writes one, for pip install ./path\n" in error
+    assert pip_install("./repository[check]", tmp_path / "site")[0] == 0
 
 
 @pytest.mark.waits
