@@ -14,7 +14,7 @@ WORLD ?= 1024
 DTYPE ?= bf16
 ARGS ?=
 A ?= 1
-B ?= 2
+B ?= $(word $(A),$(wordlist 2,$(words $(STAGES)),$(STAGES)))
 # Rows of variants/ have files of their own: with few other rows they are no bench.
 VARIANTS_FILE = $(if $(findstring --rows variants,$(ARGS)),_variants)
 ENV = $(if $(filter .venv/%,$(PYTHON)),.venv/.installed)
@@ -22,6 +22,24 @@ TOOLS = $(if $(filter .venv/%,$(PYTHON)),.venv/.tools)
 STAGES = $(sort $(foreach folder,$(wildcard stage*_*),$(patsubst stage%,%,$(firstword $(subst _, ,$(folder))))))
 # Whether a value is one of these words; a pattern such as * or % is none.
 one_of = $(and $(filter 1,$(words $(1))),$(filter $(2),$(1)))
+# What is refused of a target's variables, at once: $(ENV) takes minutes to make.
+stage_in = $(if $(call one_of,$($(1)),$(STAGES) $(2)),,$(error \
+	$(1)=$($(1)): there are stages $(firstword $(sort $(STAGES) $(2))) to $(lastword $(STAGES))$(3)))
+stage_or_here = $(if $(wildcard $(STAGE) $(subst .,/,$(STAGE)) $(subst .,/,$(STAGE)).py),,$(call \
+	stage_in,STAGE,$(1),$(comma) and no package of that name here))
+to_new = $(if $(TO),,$(error write STAGE=$(1) TO=$(2), the folder of the package that is written))
+comma = ,
+KINDS = rows network curve timeline host cuda
+refuse_bench = $(if $(call one_of,$(WHAT),$(KINDS)),,$(error WHAT=$(WHAT): there are $(KINDS)))$(if \
+	$(filter timeline,$(WHAT)),$(call stage_in,STAGE,all,$(comma) and all))
+refuse_diff = $(call stage_in,A)$(call stage_in,B)
+refuse_exercise = $(call to_new,3,mine)
+refuse_grade = $(call stage_or_here)
+refuse_show = $(call stage_or_here,0)
+refuse_take = $(call to_new,4,path)
+refuse_train = $(call stage_in,STAGE)$(if $(call one_of,$(NPROC),$(shell seq 256)),,$(error \
+	NPROC=$(NPROC): it must be a number from 1 to 256))
+$(foreach goal,$(MAKECMDGOALS),$(refuse_$(goal)))
 has = $(shell $(PYTHON) -c 'import $(1)' 2> /dev/null && echo yes)
 # Several files of tests at once, where pytest-xdist is there: one more than there are cores, since tests wait too.
 N_FILES = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
@@ -59,16 +77,12 @@ help:
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
 BENCH_network = -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
 BENCH_curve = -m harness.two_hosts --curve --rounds 3
-BENCH_timeline = $(if $(call one_of,$(STAGE),$(STAGES) all),, \
-		$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES)), and all)) \
-	-m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
+BENCH_timeline = -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
 BENCH_host = -m harness.host_time
 BENCH_cuda = -m harness.gpu_step
-KINDS = rows network curve timeline host cuda
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
-	$(if $(call one_of,$(WHAT),$(KINDS)),,$(error WHAT=$(WHAT): there are $(KINDS)))
 	exec $(PYTHON) $(BENCH_$(WHAT)) $(ARGS)
 
 test: $(ENV)
@@ -87,21 +101,16 @@ lint: $(TOOLS)
 		@echo 'lint: $(PYTHON) has no import-linter, left out')
 
 exercise:
-	$(if $(TO),,$(error write STAGE=3 TO=mine, the folder of the package that is written))
 	@$(or $(wildcard $(PYTHON)),python3) -m grade.exercises '$(STAGE)' '$(TO)'
 
 grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
 
 train: $(ENV)
-	$(if $(call one_of,$(STAGE),$(STAGES)),,$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES))))
-	$(if $(call one_of,$(NPROC),$(shell seq 256)),,$(error NPROC=$(NPROC): it must be a number from 1 to 256))
-	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
-		$(wildcard stage$(STAGE)_*)/train.py $(ARGS)
+	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
-take: $(ENV)
-	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))
-	exec $(PYTHON) -m harness.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
+take:
+	@$(or $(wildcard $(PYTHON)),python3) -m harness.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
@@ -121,8 +130,6 @@ report: $(ENV)
 	$(PYTHON) -m variants --page
 
 diff:
-	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
-	$(foreach stage,A B,$(if $(call one_of,$($(stage)),$(STAGES)),,$(error there is no stage $($(stage)): write A=2 B=3)))
 	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
 		$(or $(wildcard $(PYTHON)),python3) -m harness.diff $(A) $(B))
 

@@ -17,12 +17,15 @@ from tests.ranks import ROOT, run_alone
 
 
 def make(*arguments):
-    """make, where what it would start is only printed."""
-    return subprocess.run(["make", *arguments, "PYTHON=echo"], cwd=ROOT, env={**os.environ, "LC_ALL": "C"},
+    """Run make, which doesn't run what it would start, but prints it."""
+    return subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, env={**os.environ, "LC_ALL": "C"},
                           capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("arguments, message", [
+    *(([target, f"STAGE={stage}"], f"STAGE={stage}: there are stages {least} to 4, and no package of that name here")
+      for target, least, stage in (("grade", 1, 0), ("grade", 1, "nowhere"), ("show", 0, 5), ("show", 0, "a.b"))),
+    (["take"], "write STAGE=4 TO=path, the folder of the package that is written"),
     *((["train", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to {len(STAGES)}")
       for stage in ("*", "%", "", len(STAGES) + 1, "1 2")),
     *((["train", f"NPROC={n}"], f"NPROC={n}: it must be a number from 1 to 256")
@@ -31,16 +34,20 @@ def make(*arguments):
       for stage in ("", "*", "9")),
     *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host cuda")
       for what in ("", "%", "gpu", "host cuda")),
-    *((["diff", f"A={a}", "B=2"], f"there is no stage {a}: write A=2 B=3") for a in ("*", "7", "%", "1 2")),
+    *((["diff", f"A={a}", "B=2"], f"A={a}: there are stages 1 to {len(STAGES)}") for a in ("*", "7", "%", "1 2", "")),
+    (["diff", "A=4"], "B=: there are stages 1 to 4"),
 ], ids=str)
-def test_a_wrong_variable_of_make_is_one_line(arguments, message):
+def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(arguments, message):
+    """Without PYTHON: make would begin with `python3 -m venv`."""
     ended = make(*arguments)
     assert (ended.returncode, ended.stdout) == (2, "") and f"*** {message}.  Stop." in ended.stderr
 
 
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "--nproc-per-node 256 stage3_gradbuffer/train.py"),
-    (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows all"),
+    (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows \"all\""),
+    (["diff", "A=2"], "-m harness.diff 2 3"), (["diff"], "-m harness.diff 1 2"),
+    (["grade", "STAGE=stage4_overlap.optimizer"], "-m grade stage4_overlap.optimizer"), (["show", "STAGE=0"], "show 0"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
     *((["bench", f"WHAT={what}", f"ARGS={arguments}"], f"--json measured/{file}.json {arguments}")

@@ -103,7 +103,7 @@ def mistakes(command):
         values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
         found = [f"the Makefile has no variable {name}" for name in values if name not in VARIABLES]
         found += option_mistakes(shlex.split(values.pop("ARGS", "")))
-        given = [word.replace("my_package", "stage4_overlap") for word in rest if word.partition("=")[0] != "ARGS"]
+        given = [re.sub(r"=(my_package|mine\b.*)", "=stage4_overlap", word) for word in rest if word.partition("=")[0] != "ARGS"]
         given = [word for word in given if not is_placeholder(word.partition("=")[2])]
         done = subprocess.run(["make", "--dry-run", *given, "PYTHON=true"], cwd=ROOT,
                               env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True)
@@ -114,6 +114,8 @@ def mistakes(command):
         return []
     scripts = [word for word in rest if word.endswith(".py") and not is_placeholder(word)]
     module = rest[rest.index("-m") + 1] if "-m" in rest[:-1] else ""
+    if re.match(r"(my_optimizer|mine)\.smoke_test", module):
+        return []  # of a package that make take has written
     if module and not importlib.util.find_spec(module):
         return [f"there is no module {module}"]
     missing = [f"there is no {name}" for name in scripts if not has(name)]
