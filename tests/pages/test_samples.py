@@ -145,8 +145,24 @@ def rung_between(rank):
     return is_replicated(rank, model, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
+def buffers_of_rank_0(rank):
+    """Return whether the guide's function gives every rank the buffers that DDP's rank 0 has, which others hadn't."""
+    (function,) = re.findall(r"^def broadcast_buffers.*\n(?: .*\n)+", Page("docs/guide.md").text, re.MULTILINE)
+    exec(function, names := {"dist": dist})
+    model = nn.BatchNorm1d(6)
+    forward = DistributedDataParallel(nn.BatchNorm1d(6))
+    for batch in batches_of(rank.rank):
+        model(batch).sum().backward()
+        forward(batch).sum().backward()
+    own = model.running_mean.clone()
+    names["broadcast_buffers"](model)
+    expected = forward.module.running_mean
+    dist.broadcast(expected, src=0)
+    return torch.equal(model.running_mean, expected) and torch.equal(own, expected) == (rank.rank == 0)
+
+
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("trained", [in_60_seconds, stage_4, rung_between])
+@pytest.mark.parametrize("trained", [in_60_seconds, stage_4, rung_between, buffers_of_rank_0])
 def test_what_a_page_writes_in_a_few_lines_is_ddp_to_the_bit(run, world_size, trained):
     assert all(run(trained))
 
