@@ -130,7 +130,7 @@ report: $(ENV)
 	$(PYTHON) -m variants --page
 
 diff:
-	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
+	@$(if $(FULL),git diff --no-index --color=$(if $(NO_COLOR),never,auto) -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
 		$(or $(wildcard $(PYTHON)),python3) -m harness.diff $(A) $(B))
 
 .venv/.installed: pyproject.toml

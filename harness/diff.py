@@ -5,6 +5,7 @@
 
 import ast
 import difflib
+import os
 import sys
 
 from harness import STAGES
@@ -52,13 +53,14 @@ def difference(old, new):
 
 
 def main(a, b):
+    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     of_stages = [ROOT / STAGES[int(number) - 1] for number in (a, b)]
     for file in CORE:
         old, new = (parts_of(stage / file) for stage in of_stages)
         if old or new:
             print(f"\n{'=' * 20} {file}: stage {a} -> stage {b}")
         for line in difference(old, new):
-            colour = COLOURS.get(line[:1], "") if sys.stdout.isatty() else ""
+            colour = COLOURS.get(line[:1], "") if is_coloured else ""
             print(f"{colour}{line}\033[0m" if colour else line)
 
 

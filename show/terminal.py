@@ -1,7 +1,5 @@
 """A recording in a terminal: frame by frame, what has changed in the memory of each rank."""
 
-import functools
-
 import rich.console
 import rich.markup
 import rich.text
@@ -9,20 +7,24 @@ import rich.text
 from .frames import Memory
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#d9c27e", "#f79d65", "#a9b8c6"]  # by owner
+CELL = 6  # columns of an element: a line or a space, and at most five characters
 EXPLANATION = """\
 Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that updates it. Grey: nobody reads it \
 again before it is written. │: another parameter, shard or piece begins."""
 
 
-def short(value, room=5):
+def short(value, room=CELL - 1):
     """At most `room` characters: three digits where they fit."""
     texts = ["?"] if value is None else [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
     return next((text for text in texts if len(text) <= room), "…")
 
 
-def draw_row(memory, rank, numbers):
-    """-> the line of one rank."""
+def draw_row(memory, rank, numbers, width):
+    """Return what one rank holds, as a line of `width` columns, or as many lines as it takes."""
     line = rich.text.Text(f"  rank {rank} ")
+    indent = " " * len(line)
+    n_a_line = max(1, (width - len(line)) // CELL)
+    n_drawn = 0
     recording = memory.recording
     alive = [number for number in numbers if memory.cells.get(number)]
     for number in alive:
@@ -35,15 +37,19 @@ def draw_row(memory, rank, numbers):
                 owner, param = recording["owners"][element], memory.params[element]
             style = f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
             style = "grey50" if kind in ("garbage", "mixture", "unset") else style
+            if n_drawn and n_drawn % n_a_line == 0:
+                line.append(f"\n{indent}")
+            n_drawn += 1
             line.append("│" if cell in starts or before is not None and param not in (None, before) else " ")
-            line.append(f"{'·' if kind == 'padding' else short(value):>5}", style)
+            line.append(f"{'·' if kind == 'padding' else short(value):>{CELL - 1}}", style)
             before = before if param is None else param
     return line if alive else line.append("released" if memory.cells.keys() & numbers else "–")
 
 
 def play(recording):
     """Prints the frames in which memory changes or a message leaves, and the last."""
-    say = functools.partial(rich.console.Console(highlight=False).print, soft_wrap=True)
+    console = rich.console.Console(highlight=False)
+    say = console.print
     escape = rich.markup.escape
     memory = Memory(recording)
     frames = recording["frames"]
@@ -65,5 +71,5 @@ def play(recording):
             if any(number in changed for numbers in ranks.values() for number in numbers):
                 say(f"  [bold]{escape(row)}[/]")
                 for rank, numbers in sorted(ranks.items()):
-                    say(draw_row(memory, rank, numbers))
+                    say(draw_row(memory, rank, numbers, console.width))
         say()

@@ -140,10 +140,11 @@ def test_the_terminal_shows_frames_and_writes_no_file():
                 for path in (ROOT / name).iterdir() if path.is_file()}
 
     before = written()
-    run = run_module("show", 3)
+    run = run_module("show", 3, COLUMNS=80)
     assert run.code == 0, run.stderr
-    assert written() == before
-    lines = [line.replace("│", " ").split() for line in run.stdout.splitlines()]
+    assert written() == before and max(map(len, run.stdout.splitlines())) <= 80
+    unbroken = run.stdout.replace("\n" + " " * len("  rank 0 "), "")
+    lines = [line.replace("│", " ").split() for line in unbroken.splitlines()]
     for rank in range(4):
         own = [str(151 + e) for e in range(4 * rank, 4 * rank + 4)]
         assert any(line[:2] == ["rank", str(rank)] and line[2 + 4 * rank : 6 + 4 * rank] == own for line in lines)
