@@ -75,11 +75,11 @@ help:
 
 # What each WHAT of `make bench` calls.
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
-BENCH_network = -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
-BENCH_curve = -m harness.two_hosts --curve --rounds 3
-BENCH_timeline = -m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
-BENCH_host = -m harness.host_time
-BENCH_cuda = -m harness.gpu_step
+BENCH_network = -m harness.measuring.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
+BENCH_curve = -m harness.measuring.two_hosts --curve --rounds 3
+BENCH_timeline = -m harness.measuring.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
+BENCH_host = -m harness.measuring.host_time
+BENCH_cuda = -m harness.measuring.gpu_step
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)
@@ -110,7 +110,7 @@ train: $(ENV)
 	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 take:
-	@$(or $(wildcard $(PYTHON)),python3) -m harness.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
+	@$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
@@ -119,19 +119,19 @@ faults: $(ENV)
 	$(PYTHON) -m pytest -p tests.harness.faults -m faults --faults-json measured/faults.json $(ARGS)
 
 plan: $(ENV)
-	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
+	exec $(PYTHON) -m harness.planning.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 figures: $(ENV)
-	exec $(PYTHON) -m harness.figures $(ARGS)
+	exec $(PYTHON) -m harness.publishing.figures $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.pages
+	$(PYTHON) -m harness.publishing.pages
 	$(PYTHON) -m show --pages
 	$(PYTHON) -m variants --page
 
 diff:
 	@$(if $(FULL),git diff --no-index --color=$(if $(NO_COLOR),never,auto) -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
-		$(or $(wildcard $(PYTHON)),python3) -m harness.diff $(A) $(B))
+		$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages diff $(A) $(B))
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

@@ -103,7 +103,8 @@ def mistakes(command):
         values = dict(word.split("=", 1) for word in rest if re.match(r"[A-Z_]+=", word))
         found = [f"the Makefile has no variable {name}" for name in values if name not in VARIABLES]
         found += option_mistakes(shlex.split(values.pop("ARGS", "")))
-        given = [re.sub(r"=(my_package|mine\b.*)", "=stage4_overlap", word) for word in rest if word.partition("=")[0] != "ARGS"]
+        given = [word for word in rest if word.partition("=")[0] != "ARGS"]
+        given = [re.sub(r"=(my_package|mine\b.*)", "=stage4_overlap", word) for word in given]
         given = [word for word in given if not is_placeholder(word.partition("=")[2])]
         done = subprocess.run(["make", "--dry-run", *given, "PYTHON=true"], cwd=ROOT,
                               env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True)
