@@ -107,7 +107,7 @@ grade: $(ENV)
 	exec $(PYTHON) -m grade $(STAGE) $(ARGS)
 
 train: $(ENV)
-	exec $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
+	exec $(PYTHON) -m harness.training.launch $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 take:
 	@$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)

@@ -23,7 +23,7 @@ from harness.publishing.results import Marked
 from harness.publishing.row_names import RowId
 from harness.publishing.tables import TEXT, column, names, sheet_of
 from harness.ranks.meeting import rank_0_of
-from harness.training import models
+from harness.training import models, options
 from harness.training import rows as catalogue
 from harness.training.models import MODELS
 from stage4_overlap.transport import Exchange
@@ -331,7 +331,7 @@ def model_state(model):
     """Make the table of bytes per parameter that stages 3 and 4 hold after a step; stage 4 as on gloo, by exchange."""
     rows = []
     for name, row_id, formula in STATES:
-        recorded = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
+        recorded = {d: record(row_id, options.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
         rows.append(StateRow(name, formula, {d: step.bytes_per_param for d, step in recorded.items()},
                              {d: step.theory / step.numel for d, step in recorded.items()}))
     return state_sheet(rows)
@@ -353,7 +353,7 @@ def state_sheet(rows):
 def gathered(model):
     """Make the table of elements that a step gathers, padding included, over those that the model has."""
     def over_numel(row_id, d):
-        recorded = record(row_id, models.NAMED[model], d)
+        recorded = record(row_id, options.NAMED[model], d)
         return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
     return sheet_of(
         "Elements gathered per step, over the model's", GATHERED, {
@@ -376,7 +376,7 @@ def cap_rows(d):
     """Return a CapRow for each model, nano … large."""
     rows = []
     for name in MODELS:
-        native, exchanged = (record(RowId(row_names.OVERLAP), models.NAMED[name], d, transport=transport)
+        native, exchanged = (record(RowId(row_names.OVERLAP), options.NAMED[name], d, transport=transport)
                              for transport in (None, Exchange))
         rows.append(CapRow(name, FP32_BYTES * native.numel, native.gathered(), native.held["buffers"] / native.numel,
                            exchanged.held["buffers"] / exchanged.numel))

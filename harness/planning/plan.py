@@ -17,7 +17,7 @@ from harness.publishing.row_names import HasRowId, RowId
 from harness.publishing.tables import column, label_of, names, sheet_of, sheet_text
 from harness.ranks import command_line
 from harness.ranks.command_line import COUNT, number
-from harness.training import models
+from harness.training import options
 from harness.training import rows as catalogue
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -244,7 +244,7 @@ def gigabytes(text):
 def parse():
     parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
-    add("--model", default="7b", choices=models.NAMED, help="(default 7b)")
+    add("--model", default="7b", choices=options.NAMED, help="(default 7b)")
     add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
     add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
     add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
@@ -261,7 +261,7 @@ def parse():
     args = parser.parse_args()
     if args.width % 128 or (args.layers > 0) != (args.width > 0):
         fail("--layers and --width: give both, and a width that is a multiple of 128")
-    spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
+    spec = options.of_size(args.layers, args.width) if args.layers else options.NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:

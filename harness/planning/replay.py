@@ -11,7 +11,7 @@ from harness.publishing import row_names
 from harness.publishing.results import Message, RecordedStep, length, most_alive, union
 from harness.publishing.row_names import RowId
 from harness.publishing.tables import column, names, sheet_of
-from harness.training import models
+from harness.training import options
 
 REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
 
@@ -182,7 +182,7 @@ def step_of(run, hardware, is_hidden=True):
     is_overlapped = run.optimizer == "overlapped"
     row_id = RowId(row_names.STAGE_4_BF16, 400) if is_overlapped else RowId("stage 3 bf16/fp32")
     d = run.gpus // SHARING
-    spec = models.NAMED["13b"]._replace(tensor_parallel=SHARING)
+    spec = options.NAMED["13b"]._replace(tensor_parallel=SHARING)
     events = []
     for event in record(row_id, spec, d, cost_of(spec, "bfloat16", run.batch, LENGTH)).events:
         is_fp32 = is_overlapped and event.kind == "reduce_scatter"

@@ -3,6 +3,7 @@
 import argparse
 import io
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def begin():
 def say_interrupted(kind, error, trace):
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
-    print("interrupted", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print("interrupted", file=sys.stderr)
     sys.exit(130)
 
 

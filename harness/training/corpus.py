@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from harness.ranks.meeting import on_all_ranks
+from harness.training.options import DATA_BYTES, STDLIB_BYTES
 
-STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order: loads in a fraction of a second
-DATA_BYTES = 256_000_000  # of --data: what comes after these is not read
 VALIDATION_PART = 0.1  # the end of the text
 VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over the validation part
 

@@ -4,38 +4,12 @@ Shapes: B sequences, T bytes each, C = width, H = heads, V = 256.
 """
 
 import math
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-
-VOCABULARY = 256  # one symbol a byte
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes of a GPT. `block_size` is the longest sequence it takes, `lr` a learning rate that suits it with AdamW."""
-    n_layers: int
-    n_heads: int
-    width: int
-    block_size: int
-    lr: float
-
-
-# With 256 symbols the embedding is small: there are more layers than in a GPT-2 of the same number of parameters.
-MODELS = {
-    "nano": GPTConfig(n_layers=2, n_heads=2, width=32, block_size=64, lr=1e-3),  # for the tests
-    "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=1e-3),  # 10,844,160 parameters
-    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=6e-4),  # 121,478,400
-    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),  # 354,007,040
-    "large": GPTConfig(n_layers=24, n_heads=16, width=2048, block_size=1024, lr=2e-4),  # 1,211,224,064
-}
+from harness.training.options import MODELS, VOCABULARY, GPTConfig
 
 
 class Attention(nn.Module):
@@ -125,17 +99,6 @@ def build_model(args, rank):
     return model
 
 
-def misfit(tp, world_size, n_heads, sequence_length):
-    """Say why `tp` ranks can't share the layers, or return None."""
-    folders_of_other_programs = STAGE_1, STAGE_2, STAGE_3, "training"
-    if tp > 1 and Path(sys.argv[0]).resolve().parent.name in folders_of_other_programs:
-        return f"it is for {STAGE_4}/train.py, whose optimizer takes DTensors"
-    for words, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
-                     (f"sequences of {sequence_length}", sequence_length)):
-        if n % tp:
-            return f"{tp} ranks can't share each layer, {words} aren't divided by that"
-
-
 def share_layers(model, tp, rank):
     """Cut the parameters of a GPT into DTensors, in place. Returns the process group of the ranks with the same parts.
 
@@ -162,35 +125,6 @@ def share_layers(model, tp, rank):
 
 
 # ------------------------------------------------------ Models of any size, for make plan: to be counted, never trained
-
-
-class Spec(NamedTuple):
-    """Sizes of a model. `n_kv_heads`, `ffn_width`: of a LLaMA; 0: a GPT-2. `positions`: a GPT-2's longest sequence.
-    `tensor_parallel`: how many ranks share each layer of a LLaMA; the model that is built is what one of them holds."""
-    n_layers: int
-    n_heads: int
-    width: int
-    vocabulary: int
-    n_kv_heads: int = 0
-    ffn_width: int = 0
-    positions: int = 1024
-    tensor_parallel: int = 1
-
-
-NAMED = {
-    "7b": Spec(32, 32, 4096, 32000, 32, 11008), "13b": Spec(40, 40, 5120, 32000, 40, 13824),
-    "70b": Spec(80, 64, 8192, 32000, 8, 28672),
-    "gpt2": Spec(12, 12, 768, 50257), "gpt2-medium": Spec(24, 16, 1024, 50257),
-    "gpt2-large": Spec(36, 20, 1280, 50257), "gpt2-xl": Spec(48, 25, 1600, 50257),
-    **{name: Spec(config.n_layers, config.n_heads, config.width, VOCABULARY, positions=config.block_size)
-       for name, config in MODELS.items()},
-}
-
-
-def of_size(n_layers, width):
-    """Return the Spec of a LLaMA with heads of 128, and an inner layer 8/3 as wide, a multiple of 256."""
-    heads = width // 128
-    return Spec(n_layers, heads, width, 32000, heads, 256 * -(-width * 8 // 3 // 256))
 
 
 class LlamaBlock(nn.Module):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,17 +15,14 @@ import torch.distributed as dist
 
 import checkpoint
 from harness.ranks import meeting
-from harness.ranks.command_line import COUNT, number
 from harness.ranks.meeting import disconnect as disconnect
 from harness.ranks.meeting import is_rank_0, leave, on_all_ranks, side_group
-from harness.training import models
-from harness.training.corpus import DATA_BYTES, STDLIB_BYTES, load_data
-from harness.training.models import MODELS
+from harness.training import models, options
+from harness.training.corpus import load_data
+from harness.training.options import INTERRUPTED, PREEMPTED, SECONDS, TIMEOUT_S
 
 LOSS_LINES = 20  # about as many in a long run, and one after its first step
-PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
-TIMEOUT_S = 600  # how long a rank waits for another one
-SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
+LINE_S = 8  # at the most between two of them, if steps stay as long as they were
 MISTAKES = OSError, ValueError, checkpoint.CheckpointError
 SETTINGS = "seed", "text", "accumulate", "sequence_length", "lr", "weight_decay", "clip", "dtype"  # what decides a step
 
@@ -56,47 +54,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_args(description, arguments=None):
     """Parse the command line, or the list `arguments`. A mistake is one line, and exit code 2 on all ranks."""
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
-    add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
-    add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
-    add("--weight-decay", type=SIZE, default=0.1, help="of AdamW (default %(default)s)")
-    add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
-    add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
-    add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
-    add("--clip", type=SIZE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
-    add("--tp", type=COUNT, default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
-        "data-parallel over the others (default 1)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
-    add("--checkpoint", metavar="DIR", help=f"save there, also on a signal (exit code {PREEMPTED}); go on from there")
-    add("--save-every", type=COUNT, metavar="N", help="steps between two of them (default 100)")
-    add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of them, the newest; 0: all (default 3)")
-    add("--force", action="store_true", help="go on from a save of another command")
-    add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
-        "(default %(default)s)")
-    add("--data", metavar="PATH", help=f"a text file, or a folder of them, up to {DATA_BYTES // 10**6} MB "
-        f"(default: {STDLIB_BYTES // 10**6} MB of the source of Python's standard library)")
-
-    def parse():
-        args = parser.parse_args(arguments)
-        model = MODELS[args.model]
-        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        args.sequence_length = args.sequence_length or min(128, model.block_size)
-        if args.sequence_length > model.block_size:
-            parser.error(f"argument --sequence-length: {args.sequence_length} is too long, model {args.model} takes at "
-                         f"most {model.block_size}")
-        if reason := models.misfit(args.tp, n_ranks, model.n_heads, args.sequence_length):
-            parser.error(f"argument --tp: {reason}")
-        if args.checkpoint == "":
-            parser.error("argument --checkpoint: it names no folder")
-        if not args.checkpoint and (args.save_every is not None or args.keep is not None):
-            parser.error("arguments --save-every and --keep: there is no --checkpoint DIR to save in")
-        args.save_every = args.save_every or 100
-        args.keep = 3 if args.keep is None else args.keep
-        args.lr = args.lr or model.lr
-        return args
-    return on_all_ranks(parse)
+    n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return on_all_ranks(lambda: options.parse(parser, n_ranks, Path(sys.argv[0]), arguments))
 
 
 def warmup_then_cosine(steps):
@@ -145,25 +104,32 @@ class Run:
         first = n_at_line = self.checkpoints.first_step
         n = self.args.steps
         steps_per_line = max(10, n // LOSS_LINES // 10 * 10)  # a multiple of 10
+        next_line = first + 1
         started_at = line_at = time.perf_counter()
         for step in range(first, n):
             yield step
             n_done = step + 1
-            if n_done in (first + 1, n) or n_done % steps_per_line == 0:
-                n_steps = n_done - n_at_line  # since the last line
-                dist.all_reduce(self.loss_sum)
-                loss = self.loss_sum.item() / n_steps / self.rank.world_size
-                now = time.perf_counter()  # after item(), which waits for the device
-                seconds = (now - line_at) / n_steps
-                n_at_line, line_at = n_done, now
-                self.loss_sum.zero_()
+            if n_done in (next_line, n):
+                loss, seconds = self.means_per_step(n_done - n_at_line, line_at)
+                n_at_line, line_at = n_done, time.perf_counter()
+                next_multiple = n_done + steps_per_line - n_done % steps_per_line
+                next_line = min(next_multiple, n_done + max(1, int(LINE_S / seconds)))
                 speed = math.prod(self.sizes) / seconds
+                left = timedelta(seconds=round(seconds * (n - n_done)))
                 self.say(f"step {n_done:>{len(str(n))}}/{n}  loss {loss:.4f}  {speed:,.0f} tokens/s  "
-                         f"{seconds * 1000:,.1f} ms/step")
+                         f"{seconds * 1000:,.1f} ms/step  {left} left")
                 if n_done == n:
-                    self.say(f"{n - first} steps in {now - started_at:.1f} s")
+                    self.say(f"{n - first} steps in {line_at - started_at:.1f} s")
             self.checkpoints.step_done(n_done)
         self.say(f"validation loss after: {self.evaluate():.4f}")
+
+    def means_per_step(self, n_steps, line_at):
+        """Return the loss, and seconds, per step since `line_at`, the same on every rank. Collective."""
+        loss = self.loss_sum.item()  # waits for the device
+        sums = self.loss_sum.new_tensor([loss, time.perf_counter() - line_at])  # over the steps
+        dist.all_reduce(sums)
+        self.loss_sum.zero_()
+        return [total / n_steps / self.rank.world_size for total in sums.tolist()]
 
     @torch.no_grad()
     def evaluate(self):
@@ -205,20 +171,29 @@ def checkpoints_in(folder):
 
 
 class StopSignal:
-    """Knows whether a rank was told to stop, as all ranks see it after the same step. The handler only takes a note."""
+    """Knows whether a rank was told to stop, as all ranks see it after the same step. The handler only takes a note.
+
+    After a Ctrl-C another one ends the rank at once, and so does the SIGTERM of a launcher that has ended.
+    """
 
     def __init__(self, timeout_s):
         self.numbers = [0]  # of the signals that have arrived; 0 is none
-        for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
             if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as under nohup: the terminal may go
-                signal.signal(signal_number, lambda signal_number, frame: self.numbers.append(signal_number))
+                signal.signal(signal_number, self._take_note)
         self.group = side_group(timeout_s)
 
-    def agreed_name(self):
-        """Return the name of a signal that some rank has had, the same on every rank, or None. Collective."""
+    def _take_note(self, signal_number, frame):
+        self.numbers.append(signal_number)
+        if signal_number == signal.SIGINT:
+            for ends_now in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(ends_now, signal.SIG_DFL)
+
+    def agreed_signal(self):
+        """Return a signal that some rank has had, the same on every rank, or None. Collective."""
         largest = torch.tensor(max(self.numbers))  # () int64
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return signal.Signals(largest.item()).name if largest else None
+        return signal.Signals(largest.item()) if largest else None
 
 
 class Checkpoints:
@@ -242,16 +217,20 @@ class Checkpoints:
         """Save if a save is due. After a signal save, and end the run. Collective."""
         if not self.args.checkpoint:
             return
-        signal_name = self.stop_signal.agreed_name()
-        if signal_name or n_done == self.args.steps or n_done % self.args.save_every == 0:
+        stopped_by = self.stop_signal.agreed_signal()
+        if stopped_by or n_done == self.args.steps or n_done % self.args.save_every == 0:
             on_all_ranks(lambda: self._save(n_done), MISTAKES)
-        if signal_name:
+        if stopped_by:
             if is_rank_0():
-                print(f"stopped by {signal_name} after step {n_done}, saved: the same command goes on", flush=True)
-            leave(PREEMPTED)
+                print(f"stopped by {stopped_by.name} after step {n_done}, saved in {self._path(n_done)}: "
+                      "the same command goes on", flush=True)
+            leave(INTERRUPTED if stopped_by == signal.SIGINT else PREEMPTED)
+
+    def _path(self, n_done):
+        return Path(self.args.checkpoint, f"step-{n_done:08}")
 
     def _save(self, n_done):
-        path = Path(self.args.checkpoint, f"step-{n_done:08}")
+        path = self._path(n_done)
         if path in self.damaged_paths and is_rank_0():  # not before: the run has come as far again
             shutil.rmtree(path, ignore_errors=True)
         checkpoint.save(path, *self.trained, {"step": n_done, "settings": self.settings})

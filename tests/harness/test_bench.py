@@ -21,7 +21,7 @@ from harness.publishing.pictures import PARAMETERS
 from harness.publishing.results import Made, Result, Row
 from harness.publishing.row_names import RowId
 from harness.publishing.tables import conditions_line
-from harness.training import models
+from harness.training import options
 from harness.training.models import MODELS
 from stage4_overlap.transport import Exchange
 from tests.common import on_ranks
@@ -121,7 +121,7 @@ def test_what_is_counted_is_what_the_formula_says(result):
         assert row.message_bytes.keys() == row.collectives.keys()
     counted = result.sheets["model_state"].numbers("1")
     for name, row_id, _ in alone.STATES:
-        recorded = alone.record(row_id, models.NAMED["nano"], 1, transport=Exchange)
+        recorded = alone.record(row_id, options.NAMED["nano"], 1, transport=Exchange)
         assert counted[name] == pytest.approx(recorded.theory / recorded.numel, rel=0.02), name
 
 

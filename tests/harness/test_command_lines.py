@@ -48,7 +48,7 @@ def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(argu
 
 
 @pytest.mark.parametrize("arguments, command", [
-    (["train", "STAGE=3", "NPROC=256"], "--nproc-per-node 256 stage3_gradbuffer/train.py"),
+    (["train", "STAGE=3", "NPROC=256"], "-m harness.training.launch 256 stage3_gradbuffer/train.py"),
     (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.measuring.timeline --rows \"all\""),
     (["diff", "A=2"], "-m harness.publishing.stages diff 2 3"), (["diff"], "-m harness.publishing.stages diff 1 2"),
     (["grade", "STAGE=stage4_overlap.optimizer"], "-m grade stage4_overlap.optimizer"), (["show", "STAGE=0"], "show 0"),

@@ -65,15 +65,15 @@ def error_of(ended):
 @on_ranks(1)
 def test_under_nohup_a_run_goes_on_when_the_terminal_goes(rank):
     """nohup has SIGHUP ignored, and so it stays."""
-    numbers = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+    numbers = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT
     before = [signal.getsignal(number) for number in numbers]
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         stop_signal = train.StopSignal(30)
         signal.raise_signal(signal.SIGHUP)
-        assert stop_signal.agreed_name() is None
+        assert stop_signal.agreed_signal() is None
         signal.raise_signal(signal.SIGUSR1)
-        assert stop_signal.agreed_name() == "SIGUSR1"
+        assert stop_signal.agreed_signal() == signal.SIGUSR1
     finally:  # this process runs other tests too
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)

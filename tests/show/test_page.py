@@ -16,7 +16,7 @@ import pytest
 from harness.planning import alone
 from harness.publishing import row_names
 from harness.publishing.row_names import RowId
-from harness.training import models
+from harness.training import options
 from show import beats, hero, page, scenes
 from show.frames import Memory
 from show.picture import THEMES
@@ -458,7 +458,7 @@ def test_the_calculator_holds_and_sends_what_make_plan_counts(started):
         assert shown.is_visible("#calculator") and shown.locator("#rows tr").count() == 5
         for is16, names in ((False, FP32), (True, BF16)):
             for model, d, bucket_mib in (("gpt2", 8, 100), ("gpt2", 64, 25), ("7b", 1024, 1600)):
-                counted = [alone.record(RowId(name, bucket_mib if "stage 4" in name else None), models.NAMED[model], d)
+                counted = [alone.record(RowId(name, bucket_mib if "stage 4" in name else None), options.NAMED[model], d)
                            for name in names]
                 at = {"psi": counted[0].numel, "ranks": d, "bucket": bucket_mib, "is16": is16}
                 calculated = shown.evaluate("(at) => calculate(at).map(([, , held, , sent]) => [held, sent])", at)
