@@ -36,7 +36,7 @@ def make(*arguments):
       for n in ("99999999999", "0", "", "%", "two", "257")),
     *((["bench", "WHAT=timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to {len(STAGES)}, and all")
       for stage in ("", "*", "9")),
-    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host cuda")
+    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host cuda small")
       for what in ("", "%", "gpu", "host cuda")),
     *((["diff", f"A={a}", "B=2"], f"A={a}: there are stages 1 to {len(STAGES)}") for a in ("*", "7", "%", "1 2", "")),
     (["diff", "A=4"], "B=: there are stages 1 to 4"),
