@@ -17,29 +17,13 @@ from typing import NamedTuple
 from harness.publishing import row_names
 from harness.ranks import command_line
 
-if __name__ == "__main__":
-    command_line.begin()
-
-import rich.console
-import rich.progress
-
-from harness.measuring import every_row, examine, host_time, timeline
-from harness.planning import alone
-from harness.publishing import results
-from harness.training import corpus
-from harness.training import rows as catalogue
 from harness.ranks.command_line import COUNT
-from harness.measuring.examine import Settings
-from harness.training.models import MODELS
-from harness.publishing.row_names import RowId, is_asked
-from harness.ranks.workers import WorkerError, Workers, on_rank_0
+from harness.training.options import MODELS
 
 fail = functools.partial(command_line.fail, "bench.py")
-FIRST = {row_names.COMPUTE_ONLY, *row_names.LADDER, "ddp again"}  # rows of the first tables
 
 
-def parse():
-    rows = [*catalogue.ROWS, *catalogue.VARIANTS]
+def options():
     parser = command_line.Parser("bench.py", __doc__)
     add = parser.add_argument
     add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
@@ -56,6 +40,31 @@ def parse():
     add("--timeout", type=COUNT, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
     command_line.check_length(args.sequence_length, args.model or "medium", MODELS, fail)  # the longest default
+    return args
+
+
+if __name__ == "__main__":
+    command_line.begin()
+    options()  # a mistake is told before torch is loaded, which takes seconds
+
+import rich.console
+import rich.progress
+
+from harness.measuring import every_row, examine, host_time, timeline
+from harness.planning import alone
+from harness.publishing import results
+from harness.training import corpus
+from harness.training import rows as catalogue
+from harness.measuring.examine import Settings
+from harness.publishing.row_names import RowId, is_asked
+from harness.ranks.workers import WorkerError, Workers, on_rank_0
+
+FIRST = {row_names.COMPUTE_ONLY, *row_names.LADDER, "ddp again"}  # rows of the first tables
+
+
+def parse():
+    args = options()
+    rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     of_dtype = [row for row in rows if row.dtype == args.dtype or args.rows == "variants"]
     row_ids = [RowId(row.name) for row in rows if is_asked(args.rows, row.name) and row in of_dtype
                and (args.rows or row not in catalogue.VARIANTS) or row.kind in ("reference", "noise")]

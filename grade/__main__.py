@@ -16,15 +16,30 @@ import re
 import sys
 from pathlib import Path
 
+from harness import STAGES
 from harness.ranks import command_line
+
+
+def options():
+    """Return the options of the grader, and a list of those for pytest."""
+    parser = command_line.Parser("grade", __doc__)
+    parser.add_argument("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
+    parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
+    parser.add_argument("--ddp", action="store_true", help="a class Sharded, which only shards, beside torch's DDP")
+    parser.add_argument("--hint", type=int, choices=[1, 2, 3], default=1, help="of a drill: the report, the check, the "
+                        "state (default 1)")
+    parser.add_argument("--answer", action="store_true", help="of a drill: what it was, and where")
+    return parser.parse_known_args()
+
 
 if __name__ == "__main__":
     command_line.begin()
+    options()  # a mistake is told before torch is loaded, which takes seconds
 
 from grade import collective, contract, exercises, variants
 from grade.grader import UNKNOWN, Grader, Wrong, processes_ended, say, shorten
 from grade.levels import LEVELS, OF_DRILLS, Check
-from harness import STAGES
 
 RING = "ring"  # the module of exercise 0
 REPORTED = "The report"  # the title under which a drill's own check is run
@@ -154,15 +169,7 @@ def grade(grader, args, for_pytest):
 
 
 def main():
-    parser = command_line.Parser("grade", __doc__)
-    parser.add_argument("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
-    parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
-    parser.add_argument("--ddp", action="store_true", help="a class Sharded, which only shards, beside torch's DDP")
-    parser.add_argument("--hint", type=int, choices=[1, 2, 3], default=1, help="of a drill: the report, the check, the "
-                        "state (default 1)")
-    parser.add_argument("--answer", action="store_true", help="of a drill: what it was, and where")
-    args, for_pytest = parser.parse_known_args()
+    args, for_pytest = options()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, on every machine
     sys.path.insert(0, os.getcwd())
     package = package_of(args.stage)

@@ -15,11 +15,31 @@ import sys
 from pathlib import Path
 
 from harness.ranks import command_line
+from harness.ranks.command_line import number
+
+MAX_ELEMENTS = 48  # of all parameters: more would not fit the picture
+OPTIMIZERS = ["sgd", "momentum", "adamw"]
+
+
+def options():
+    parser = command_line.Parser("show", __doc__)
+    add = parser.add_argument
+    add("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
+    add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
+    add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: AdamW, as on the page")
+    add("--buckets", type=number(int, 1, MAX_ELEMENTS), default=3, help="of stage 4, by the nearest cap (default 3)")
+    add("--steps", type=number(int, 1, 4), default=1, help="default 1")
+    add("--json", type=Path, help="write the recording")
+    add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
+    return parser.parse_args()
+
 
 if __name__ == "__main__":
     command_line.begin()
+    options()  # a mistake is told before torch is loaded, which takes seconds
 
-from harness.ranks.command_line import number
 from harness.ranks.workers import WorkerError, Workers
 
 from . import frames, page, record, scenes, terminal
@@ -27,7 +47,6 @@ from .picture import THEMES
 
 fail = functools.partial(command_line.fail, "show")
 STAGES = {shown.id: shown for shown in page.SHOWN if shown.id.isdecimal()}
-MAX_ELEMENTS = 48  # of all parameters: more would not fit the picture
 
 
 def package_of(stage):
@@ -40,18 +59,7 @@ def package_of(stage):
 
 
 def parse_args():
-    parser = command_line.Parser("show", __doc__)
-    add = parser.add_argument
-    add("stage", nargs="?", default="4", help=f"{min(STAGES)} to {max(STAGES)}, or a package (default 4)")
-    add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
-    add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
-    add("--optimizer", choices=list(record.OPTIMIZERS), default="adamw", help="default: AdamW, as on the page")
-    add("--buckets", type=number(int, 1, MAX_ELEMENTS), default=3, help="of stage 4, by the nearest cap (default 3)")
-    add("--steps", type=number(int, 1, 4), default=1, help="default 1")
-    add("--json", type=Path, help="write the recording")
-    add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
-    args = parser.parse_args()
+    args = options()
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
     if min(sizes) < 1 or sum(sizes) > MAX_ELEMENTS:
         fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")

@@ -15,6 +15,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest import mock
 
+from harness.ranks import command_line
+
+
+fail = functools.partial(command_line.fail, "cuda")
+
+
+def options():
+    parser = command_line.Parser("cuda", __doc__)
+    command_line.add_json(parser, "measured/cuda.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options()  # a mistake is told before torch is loaded, which takes seconds
+
 import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
@@ -26,7 +41,7 @@ from harness.measuring.ledger import wire_bytes
 from harness.publishing import results, row_names
 from harness.publishing.results import Message, RecordedStep, Report, length, made_here, overlap, ratio, union
 from harness.publishing.tables import column, made_line, names, sheet_of, sheet_text
-from harness.ranks import command_line, exchange
+from harness.ranks import exchange
 from harness.ranks.meeting import rank_0_of
 from harness.training import rows as catalogue
 from harness.training.models import GPT, MODELS
@@ -371,15 +386,13 @@ def measure(device, host_steps=60):
 
 
 def main():
-    parser = command_line.Parser("cuda", __doc__)
-    command_line.add_json(parser, "measured/cuda.json")
-    args = parser.parse_args()
+    args = options()
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
-    command_line.check_writable("--json", args.json, parser.error)
+    command_line.check_writable("--json", args.json, fail)
     report = measure(torch.device("cuda", 0))
     sheets = [*report.sheets.values(), *report.host.values()]
-    command_line.write_and_show(args.json, results.to_json(report), parser.error,
+    command_line.write_and_show(args.json, results.to_json(report), fail,
                                 lambda: print("\n".join(map(sheet_text, sheets))))
 
 

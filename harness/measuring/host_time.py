@@ -12,12 +12,30 @@ import statistics
 import time
 from typing import NamedTuple
 
+from harness.ranks import command_line
+
+
+def numbers(text):
+    """Parse "340,4000"."""
+    return list(map(command_line.COUNT, text.split(",")))
+
+
+def options():
+    parser = command_line.Parser("host", __doc__)
+    parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
+    parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
+    parser.add_argument("--steps", type=command_line.COUNT, default=60, help="of each row (default 60)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options()  # a mistake is told before torch is loaded, which takes seconds
+
 import torch
 
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from harness.publishing import row_names
 from harness.publishing.tables import column, names, sheet_of, sheet_text
-from harness.ranks import command_line
 from harness.ranks.meeting import rank_0_of
 from harness.training import rows as catalogue
 
@@ -126,17 +144,8 @@ def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, pro
     return by_ranks
 
 
-def numbers(text):
-    """Parse "340,4000"."""
-    return list(map(command_line.COUNT, text.split(",")))
-
-
 def main():
-    parser = command_line.Parser("host", __doc__)
-    parser.add_argument("--tensors", type=numbers, default=[340], help="how many, separated by commas (default 340)")
-    parser.add_argument("--ranks", type=numbers, default=[1, 8, 64], help="values of d (default 1,8,64)")
-    parser.add_argument("--steps", type=command_line.COUNT, default=60, help="of each row (default 60)")
-    args = parser.parse_args()
+    args = options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for n_tensors in args.tensors:
         for sheet in measure_ranks(device, n_tensors, args.ranks, args.steps).values():

@@ -1,6 +1,6 @@
-"""Times a step with a clip of small models on ranks of this machine: DDP, stages 3 and 4. From which size on pays which?
+"""Times steps with a clip of small models on ranks of this machine: DDP, stages 3 and 4. Which size is too small?
 
-    python -m harness.measuring.small_models [--params 1000,10000] [--rounds 5] [--steps 40]  # or: make bench WHAT=small
+    python -m harness.measuring.small_models [--params 1000,10000] [--rounds 5]         # or: make bench WHAT=small
 
 A model is four square layers, and a step is that of a training loop with AdamW. A round times every method in turn.
 """

@@ -1,9 +1,32 @@
 """Records one step of a row from outside, as rank x time: what computes, what is in flight, how much is alive."""
 
+import functools
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from harness.ranks import command_line
+from harness.ranks.command_line import COUNT
+from harness.training.options import MODELS
+
+fail = functools.partial(command_line.fail, "timeline")
+
+
+def options():
+    parser = command_line.Parser("timeline", __doc__)
+    add = parser.add_argument
+    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
+        "stages, on rank 0")
+    add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
+    add("--model", choices=MODELS, default="tiny", help="(default tiny)")
+    command_line.add_sizes(add, batch_size=8)
+    add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options()  # a mistake is told before torch is loaded, which takes seconds
 
 import torch
 import torch.distributed as dist
@@ -15,12 +38,10 @@ from harness.measuring.memory import Memory
 from harness.publishing import row_names
 from harness.publishing.pictures import can_draw, svg, text
 from harness.publishing.results import Message, RecordedStep, length, most_alive, overlap, union
-from harness.ranks import command_line
-from harness.ranks.command_line import COUNT, write
+from harness.ranks.command_line import write
 from harness.ranks.exchange import in_place_of_gloos
 from harness.ranks.workers import WorkerError, Workers
 from harness.training import rows as catalogue
-from harness.training.models import MODELS
 
 GAP_S = 0.0005  # Python needs this long between two operators; waiting for another rank takes longer
 RECORDED_STEPS = 6  # the first leaves messages in flight for the second
@@ -132,15 +153,7 @@ def one_step(recorder, number):
 
 
 def main():
-    parser = command_line.Parser("timeline", __doc__)
-    add, fail = parser.add_argument, parser.error
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp; all: ddp and the four "
-        "stages, on rank 0")
-    add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
-    add("--model", choices=MODELS, default="tiny", help="(default tiny)")
-    command_line.add_sizes(add, batch_size=8)
-    add("--out", type=Path, default=Path("measured/timeline.svg"), help="of the picture")
-    args = parser.parse_args()
+    args = options()
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     command_line.check_writable("--out", args.out, fail)
     if args.out.suffix != ".svg":

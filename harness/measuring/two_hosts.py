@@ -19,38 +19,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.measuring import every_row, examine, links, timeline
-from harness.measuring.examine import Settings
-from harness.publishing import pictures, row_names, tables
-from harness.publishing.results import Accumulation, Result, Sweep, from_json, merged, to_json
-from harness.publishing.row_names import RowId, is_asked
 from harness.ranks import command_line
-from harness.ranks.command_line import COUNT, write
-from harness.ranks.workers import WorkerError, Workers, on_rank_0
-from harness.training import rows as catalogue
-from harness.training.models import MODELS
+from harness.ranks.command_line import COUNT
+from harness.training.options import MODELS
 
 fail = functools.partial(command_line.fail, "network")
-
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = [*map(RowId, (
-    row_names.COMPUTE_ONLY, row_names.REFERENCE, "ddp + stage 2", row_names.ZERO, row_names.FSDP2,
-    row_names.REPLICATED, row_names.NAIVE_BROADCAST, row_names.ALL_GATHER, row_names.GRAD_BUFFER, "owner reduce")),
-    RowId("owner reduce", 2), *map(RowId, row_names.HALF_OVERLAPS),
-    *map(RowId, (row_names.OVERLAP, "compute only bf16", row_names.OVERLAP_BF16))]
-# --rows curve: what --curve times at each rate.
-CURVE = [*map(RowId, (row_names.COMPUTE_ONLY, row_names.REFERENCE, row_names.REPLICATED, row_names.ALL_GATHER,
-                      row_names.GRAD_BUFFER, row_names.OVERLAP, row_names.FSDP2))]
 # Steps per round: few on a slow link, where a step is long and the link alone decides how long.
 CURVE_STEPS = {"200mbit": 2, "300mbit": 3, "600mbit": 3, "1gbit": 4, "2.5gbit": 4}
-# Rows of which a step is recorded, to show which part of its communication is exposed.
-RECORDED = {row_names.FSDP2, *row_names.LADDER, *row_names.HALF_OVERLAPS}
-UNDRAWN = "variants", "muon", "hybrid"  # words of --rows: rows that they name get a time, and no picture
-VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
 
 
-def parse(description):
-    parser = command_line.Parser("network", description)
+def options():
+    parser = command_line.Parser("network", __doc__)
     add = parser.add_argument
     add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
         help="the curve, at these rates (default %(const)s), with --json measured/network.json")
@@ -68,7 +47,38 @@ def parse(description):
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=COUNT, default=120, help="seconds after which a waiting rank gives up (default 120)")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options()  # a mistake is told before torch is loaded, which takes seconds
+
+from harness.measuring import every_row, examine, links, timeline
+from harness.measuring.examine import Settings
+from harness.publishing import pictures, row_names, tables
+from harness.publishing.results import Accumulation, Result, Sweep, from_json, merged, to_json
+from harness.publishing.row_names import RowId, is_asked
+from harness.ranks.command_line import write
+from harness.ranks.workers import WorkerError, Workers, on_rank_0
+from harness.training import rows as catalogue
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+ROWS = [*map(RowId, (
+    row_names.COMPUTE_ONLY, row_names.REFERENCE, "ddp + stage 2", row_names.ZERO, row_names.FSDP2,
+    row_names.REPLICATED, row_names.NAIVE_BROADCAST, row_names.ALL_GATHER, row_names.GRAD_BUFFER, "owner reduce")),
+    RowId("owner reduce", 2), *map(RowId, row_names.HALF_OVERLAPS),
+    *map(RowId, (row_names.OVERLAP, "compute only bf16", row_names.OVERLAP_BF16))]
+# --rows curve: what --curve times at each rate.
+CURVE = [*map(RowId, (row_names.COMPUTE_ONLY, row_names.REFERENCE, row_names.REPLICATED, row_names.ALL_GATHER,
+                      row_names.GRAD_BUFFER, row_names.OVERLAP, row_names.FSDP2))]
+# Rows of which a step is recorded, to show which part of its communication is exposed.
+RECORDED = {row_names.FSDP2, *row_names.LADDER, *row_names.HALF_OVERLAPS}
+UNDRAWN = "variants", "muon", "hybrid"  # words of --rows: rows that they name get a time, and no picture
+VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
+
+
+def parse():
+    args = options()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
         bits_per_second(rate)
     names = [row_id.name for row_id in [*ROWS, *VARIANTS]]
@@ -298,7 +308,7 @@ def measure_curve(args):
 
 
 def main():
-    args = parse(__doc__)
+    args = parse()
     args.json = args.json or (Path("measured/network.json") if args.curve else None)
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     if args.json and args.json.suffix == ".svg":

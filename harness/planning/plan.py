@@ -9,18 +9,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from harness.ranks import command_line
+from harness.ranks.command_line import COUNT, number
+from harness.training.options import NAMED, of_size
+
+fail = functools.partial(command_line.fail, "plan")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+SIZE = number(float, 0.001, 10**6)
+
+
+def gigabytes(text):
+    """Parse "80g"."""
+    return SIZE(text.removesuffix("g"))
+
+
+def options():
+    parser = command_line.Parser("plan", __doc__)
+    add = parser.add_argument
+    add("--model", default="7b", choices=NAMED, help="(default 7b)")
+    add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
+    add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
+    add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
+    add("--device", choices=["h100", "a100"], default="h100", help="(default h100)")
+    add("--device-memory", type=gigabytes, default=80.0, metavar="80g", help="of one device (default 80g: 10⁹ bytes)")
+    add("--batch-size", type=COUNT, default=1, help="sequences of a micro-batch (default 1)")
+    add("--sequence-length", type=COUNT, default=1024, help="tokens of a sequence (default 1024)")
+    add("--accumulate", type=COUNT, default=1, help="micro-batches a step, exchanged once (default 1)")
+    add("--tensor-parallel", type=COUNT, default=1, help="devices that share each layer of a LLaMA (default 1)")
+    add("--bucket-cap-mb", type=SIZE, help="of stage 4 and DDP (default: the best of a few sizes)")
+    add("--check", action="store_true", help="also compare modelled with published runs")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options()  # a mistake is told before torch is loaded, which takes seconds
+
 from harness.planning import alone
 from harness.planning.replay import DEVICES, add_published, published, replay
 from harness.publishing import pictures, row_names
 from harness.publishing.results import RecordedStep, Report, made_here, to_json
 from harness.publishing.row_names import HasRowId, RowId
 from harness.publishing.tables import column, label_of, names, sheet_of, sheet_text
-from harness.ranks import command_line
-from harness.ranks.command_line import COUNT, number
-from harness.training import options
 from harness.training import rows as catalogue
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROWS = {"fp32": [*row_names.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
 STAGE_4 = {row_names.OVERLAP, row_names.STAGE_4_BF16, row_names.HYBRID_BF16}  # rows whose bucket sizes get a table
 BUCKETED = STAGE_4 | {row_names.REFERENCE, "ddp bf16"}
@@ -232,36 +267,11 @@ def steps_to_draw(rows):
     return {row.name: row.step for row in rows if row.step.seconds <= longest}
 
 
-fail = functools.partial(command_line.fail, "plan")
-SIZE = number(float, 0.001, 10**6)
-
-
-def gigabytes(text):
-    """Parse "80g"."""
-    return SIZE(text.removesuffix("g"))
-
-
 def parse():
-    parser = command_line.Parser("plan", __doc__)
-    add = parser.add_argument
-    add("--model", default="7b", choices=options.NAMED, help="(default 7b)")
-    add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
-    add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
-    add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
-    add("--device", choices=DEVICES, default="h100", help="(default h100)")
-    add("--device-memory", type=gigabytes, default=80.0, metavar="80g", help="of one device (default 80g: 10⁹ bytes)")
-    add("--batch-size", type=COUNT, default=1, help="sequences of a micro-batch (default 1)")
-    add("--sequence-length", type=COUNT, default=1024, help="tokens of a sequence (default 1024)")
-    add("--accumulate", type=COUNT, default=1, help="micro-batches a step, exchanged once (default 1)")
-    add("--tensor-parallel", type=COUNT, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=SIZE, help="of stage 4 and DDP (default: the best of a few sizes)")
-    add("--check", action="store_true", help="also compare modelled with published runs")
-    add("--json", type=Path, metavar="PATH", help="write the result there as well")
-    args = parser.parse_args()
+    args = options()
     if args.width % 128 or (args.layers > 0) != (args.width > 0):
         fail("--layers and --width: give both, and a width that is a multiple of 128")
-    spec = options.of_size(args.layers, args.width) if args.layers else options.NAMED[args.model]
+    spec = of_size(args.layers, args.width) if args.layers else NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:

@@ -133,6 +133,22 @@ def test_a_wrong_option_is_one_line(program, monkeypatch, capsys, tmp_path):
         assert says in error, arguments
 
 
+@pytest.mark.waits
+@pytest.mark.parametrize("program", [
+    "bench.py", "-m show", "-m grade 4", "-m harness.planning.plan",
+    *(f"-m harness.measuring.{name}" for name in ("timeline", "two_hosts", "host_time", "gpu_step", "small_models")),
+    f"-m harness.training.launch 2 {STAGES[2]}/train.py"])
+def test_a_program_reads_its_options_before_it_loads_torch(program, tmp_path):
+    """In place of a torch that takes seconds to load: one that cannot be loaded."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
+    wrong = "--levels=9" if "grade" in program else "--modle=9"
+    for option, code in (("--help", 0), (wrong, 2)):
+        ended = subprocess.run([sys.executable, *program.split(), option], cwd=ROOT, capture_output=True, text=True,
+                               env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        assert ended.returncode == code, ended.stderr
+        assert "usage: " in ended.stdout if code == 0 else len(ended.stderr.splitlines()) == 1
+
+
 def test_a_result_is_written_before_it_is_shown_and_on_a_full_disk_the_one_before_stays(tmp_path, capsys):
     """As in `make bench | head -1`: nobody may read what is printed any more. And [a] in a path is no markup."""
     path, shown = tmp_path / "[a].json", mock.Mock(side_effect=[BrokenPipeError, None, None])

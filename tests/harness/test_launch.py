@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from harness.ranks import meeting
 from harness.ranks.workers import WorkerError, Workers, event
+from tests.common import STAGES
 from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
@@ -208,3 +209,32 @@ def test_ranks_end_when_torchrun_is_killed():
         for rank in ranks:
             if not gone(rank):
                 os.kill(rank, signal.SIGKILL)
+
+
+LAUNCH = "-m", "harness.training.launch", "2", f"{STAGES[3]}/train.py", "--model", "nano"
+
+
+@pytest.mark.parametrize("n_times", [1, 2])
+def test_after_ctrl_c_a_run_saves_and_says_where_in_a_line_and_a_second_one_ends_it(n_times, tmp_path):
+    """Whether the first of two has saved, is not decided; no traceback of torchrun follows either."""
+    process = start(*LAUNCH, "--steps", "100000", "--checkpoint", tmp_path / "run", preexec_fn=hears_ctrl_c)
+    while not process.stdout.readline().startswith("step"):
+        assert process.poll() is None
+    for _ in range(n_times):
+        process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=300)
+    assert (process.returncode, stderr) == (130, "")
+    saved = sorted((tmp_path / "run").glob("step-????????"))
+    *_, last_line = ["", *stdout.splitlines()]
+    if n_times == 1:
+        (path,) = saved
+        number = int(path.name.removeprefix("step-"))
+        assert last_line == f"stopped by SIGINT after step {number}, saved in {path}: the same command goes on"
+
+
+def test_a_mistake_that_ranks_find_is_the_only_line():
+    """torchrun's report is left out."""
+    process = start(*LAUNCH, "--data", "/nowhere")
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 2 and stderr.startswith("train.py: error: --data /nowhere: there is no such file")
+    assert len(stderr.splitlines()) == 1
