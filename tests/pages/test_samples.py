@@ -37,13 +37,17 @@ FILES = {file_name(code): code for _, _, code in ALL if file_name(code)}
 PROGRAMS = [sample for sample in ALL if not file_name(sample[-1])]
 
 
+def fill(folder):
+    """Make `folder` a reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
+    for name in [*STAGES, "guard", "checkpoint", "variants"]:
+        (folder / name).symlink_to(ROOT / name)
+    for name, code in FILES.items():
+        (folder / name).write_text(code)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
-    for name in [*STAGES, "guard", "checkpoint", "variants"]:
-        (tmp_path / name).symlink_to(ROOT / name)
-    for name, code in FILES.items():
-        (tmp_path / name).write_text(code)
+    fill(tmp_path)
     return tmp_path
 
 
