@@ -31,8 +31,8 @@ def without_clip(code):
     return edited(code, ("MAX_NORM = 4, 0.5", "MAX_NORM = 4, 1e9"))
 
 
-def first_half(code):
-    return edited(code, ("range(first, 100)", "range(first, 50)"))
+def up_to(n_steps, code):
+    return edited(code, ("range(first, 100)", f"range(first, {n_steps})"))
 
 
 BEFORE, AFTER = program("-"), program("+")
@@ -79,13 +79,13 @@ def test_with_a_clip_the_losses_part_in_the_last_digits_only(folder, straight):
 
 
 def test_a_run_of_ddp_goes_on_in_stage_4(folder, straight):
-    begun = printed(folder, first_half(FREE_BEFORE))
+    begun = printed(folder, up_to(50, FREE_BEFORE))
     printed(folder, OVER)
     assert begun + printed(folder, FREE_AFTER) == straight
 
 
 def test_a_run_of_stage_4_goes_on_in_ddp(folder, straight):
-    begun = printed(folder, first_half(FREE_AFTER))
+    begun = printed(folder, up_to(50, FREE_AFTER))
     printed(folder, BACK)
     assert begun + printed(folder, FREE_BEFORE) == straight
 
@@ -123,8 +123,8 @@ def test_unscale_is_refused_and_a_clip_that_forgets_the_scale_is_not(folder):
     for ended in run_in(folder, edited(AFTER, (CLIP, UNSCALED))):
         assert ended.code == 1 and "GradScaler.unscale_() looks into param.grad" in ended.stderr, ended.stderr
     forgotten = edited(AFTER, (CLIP, "    norm = optimizer.clip_grad_norm_(MAX_NORM)\n"))
-    first, its_first = (printed(folder, code)[0].split() for code in (first_half(AFTER), first_half(forgotten)))
-    assert float(its_first[-1]) == pytest.approx(1024 * float(first[-1]), rel=1e-3)
+    norms = [float(printed(folder, up_to(1, code))[0].split()[-1]) for code in (AFTER, forgotten)]
+    assert norms[1] == pytest.approx(1024 * norms[0], rel=1e-3)
 
 
 def test_zero_grad_of_the_whole_model_changes_nothing(folder, straight):
@@ -136,14 +136,14 @@ SAVE = '        save(f"runs/stage4/step-{step + 1:08}", model, optimizer, extra)
 
 
 def test_a_save_on_rank_0_alone_ends_at_the_time_out(folder):
-    alone = edited(AFTER, (SAVE, f"        if dist.get_rank() == 0:\n    {SAVE}"), ("connect()", "connect(20)"))
+    alone = edited(AFTER, (SAVE, f"        if dist.get_rank() == 0:\n    {SAVE}"), ("= connect()", "= connect(20)"))
     for ended in run_in(folder, alone):
         assert ended.code == 1 and "Timed out waiting 20000ms" in ended.stderr, ended.stderr
 
 
 def test_the_state_of_rank_0_alone_is_refused_when_it_is_loaded(folder):
     saves = '        if dist.get_rank() == 0:\n            torch.save(optimizer.state_dict(), "runs/rank0.pt")\n'
-    printed(folder, edited(first_half(AFTER), (SAVE, saves)))
+    printed(folder, edited(up_to(50, AFTER), (SAVE, saves)))
     loads = 'optimizer.load_state_dict(torch.load("runs/rank0.pt", weights_only=False))\n'
     for ended in run_in(folder, edited(AFTER, ("data = list", f"{loads}data = list"))):
         assert ended.code == 1 and re.search(error_below("4."), ended.stderr), ended.stderr
@@ -178,7 +178,7 @@ LOOK = """    early = [view.clone() for view in kept]
 def test_what_was_taken_out_of_a_parameter_before_is_old_until_somebody_waits(folder, waits):
     look = f"    optimizer.finish_param_sync()\n{LOOK}" if waits else LOOK
     average = "    ema.update_parameters(model)\n"
-    code = edited(first_half(AFTER), ("ACCUMULATE, MAX_NORM", f"{LATE}\nACCUMULATE, MAX_NORM"),
+    code = edited(up_to(50, AFTER), ("ACCUMULATE, MAX_NORM", f"{LATE}\nACCUMULATE, MAX_NORM"),
                   ("data = list", "kept = [param.data for param in model.parameters()]\ndata = list"),
                   (average, look + average))
     is_old = {line.split()[2] for line in printed(folder, code) if line.startswith("old")}
