@@ -20,7 +20,8 @@ MOST_WORDS = {"README.md": 750, "variants/README.md": 700, "docs/same_bits.md": 
               **dict(zip((f"{stage}/README.md" for stage in STAGES), (600, 520, 950, 1300))),
               **{f"docs/{name}.md": most for name, most in (
                   ("reference", 4600), ("exercise", 1700), ("guide", 1600), ("frameworks", 1250), ("checkpoints", 900),
-                  ("names", 760), ("incidents", 500), ("plan", 410), ("muon", 380), ("experts", 640))}}
+                  ("names", 760), ("questions", 1900), ("migrate", 1700), ("teaching", 300), ("incidents", 500),
+                  ("plan", 410), ("muon", 380), ("experts", 640))}}
 # Options of torchrun and of pytest; those of our programs are read from their sources.
 OPTIONS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
            "--max-restarts", "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--numprocesses", "--collect-only"}
