@@ -19,7 +19,7 @@ from tests.ranks import ROOT
 MOST_WORDS = {"README.md": 750, "variants/README.md": 700, "docs/same_bits.md": 400,
               **dict(zip((f"{stage}/README.md" for stage in STAGES), (600, 520, 950, 1300))),
               **{f"docs/{name}.md": most for name, most in (
-                  ("reference", 4600), ("exercise", 1700), ("guide", 1600), ("frameworks", 1250), ("checkpoints", 900),
+                  ("reference", 4600), ("exercise", 1700), ("guide", 1400), ("frameworks", 1050), ("checkpoints", 900),
                   ("names", 760), ("questions", 1900), ("migrate", 1700), ("teaching", 300), ("incidents", 500),
                   ("plan", 410), ("muon", 380), ("experts", 640))}}
 # Options of torchrun and of pytest; those of our programs are read from their sources.

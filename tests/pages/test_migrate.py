@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.common import STAGES
 from tests.pages import Page
 from tests.pages.test_samples import fill, run_in
 
@@ -66,6 +67,12 @@ def straight(tmp_path_factory):
 
 def test_without_a_clip_both_loops_print_the_same_to_the_last_digit(folder, straight):
     assert printed(folder, FREE_AFTER) == straight
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_another_stage_needs_another_import_and_no_prefetch(folder, straight, stage):
+    code = edited(FREE_AFTER, ("stage4_overlap import", f"{stage} import"), ("optimizer.prefetch_params(model)\n", ""))
+    assert printed(folder, code) == straight
 
 
 def test_with_a_clip_the_losses_part_in_the_last_digits_only(folder, straight):
