@@ -37,13 +37,17 @@ FILES = {file_name(code): code for _, _, code in ALL if file_name(code)}
 PROGRAMS = [sample for sample in ALL if not file_name(sample[-1])]
 
 
+def fill(folder):
+    """Make `folder` a reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
+    for name in [*STAGES, "guard", "checkpoint", "variants"]:
+        (folder / name).symlink_to(ROOT / name)
+    for name, code in FILES.items():
+        (folder / name).write_text(code)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
-    for name in [*STAGES, "guard", "checkpoint", "variants"]:
-        (tmp_path / name).symlink_to(ROOT / name)
-    for name, code in FILES.items():
-        (tmp_path / name).write_text(code)
+    fill(tmp_path)
     return tmp_path
 
 
@@ -156,7 +160,8 @@ def test_the_class_that_puts_a_guard_in_front_of_a_variant_is_one():
 
 
 def test_no_other_page_has_python_that_nobody_runs():
-    """Chapters show code of a core, see test_chapters; what is in exercise.md tests/grade fills in."""
+    """Chapters show code of a core, see test_chapters; tests/grade fills in what is in exercise.md; questions.md and
+    migrate.md have tests of their own."""
     others = {"README.md", "docs/exercise.md", "docs/guide.md", "docs/checkpoints.md", "docs/experts.md",
-              "docs/same_bits.md", "variants/README.md"}
+              "docs/same_bits.md", "docs/migrate.md", "docs/questions.md", "variants/README.md"}
     assert {page.name for page in PAGES if page.code()} == others | {f"{stage}/README.md" for stage in STAGES}
