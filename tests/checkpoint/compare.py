@@ -34,7 +34,9 @@ def close(one, other):
 
 
 def full(optimizer):
-    return full_state_dict(optimizer, to_all=True)
+    """Return the whole state on all ranks; of plain torch too."""
+    is_plain = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "pieces")
+    return copy.deepcopy(optimizer.state_dict()) if is_plain else full_state_dict(optimizer, to_all=True)
 
 
 def weights(model):
