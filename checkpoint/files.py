@@ -320,8 +320,9 @@ def options_to_read(number, stored) -> dict:
 def keys_in_file(state, metadata) -> dict[str, str]:
     """Return key of `state` -> key in the checkpoint, of the model and of main parameters.
 
-    torchtitan has the names of the model beside "optimizer", and not under "model". And where only one of checkpoint
-    and optimizer has main parameters, these are the model's parameters for the other.
+    torchtitan has the names of the model beside "optimizer", and not under "model". Where only one of checkpoint and
+    optimizer has main parameters, these are the model's parameters for the other. And a model of another dtype is
+    read from the main parameters, so that it is rounded once.
     """
     stored = metadata.state_dict_metadata
     own_keys, _ = flatten_state_dict(state)
@@ -331,10 +332,10 @@ def keys_in_file(state, metadata) -> dict[str, str]:
     for name, memory in state["model"].items():
         model_key = name if is_at_the_top else f"model.{name}"
         main_key = f"optimizer.state.{name}.main_param"
-        if main_key in stored and main_key not in own_keys:
+        if main_key in own_keys:
+            key_in_file[main_key] = main_key if main_key in stored else model_key
+        if main_key in stored and (main_key not in own_keys or stored[model_key].properties.dtype != memory.dtype):
             main_key_of[id(memory)] = main_key
-        if main_key in own_keys and main_key not in stored:
-            key_in_file[main_key] = model_key
         key_in_file[f"model.{name}"] = main_key_of.get(id(memory), model_key)
     return key_in_file
 

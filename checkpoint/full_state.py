@@ -42,7 +42,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     with errors_on_all(NOT_READ, group):
         own = own_state_dict(optimizer)
     state = whole_states(own["state"], len(all_params(optimizer)), None if to_all else 0, NOT_READ, group)
-    return {"state": state, "param_groups": own["param_groups"]} if to_all or dist.get_rank(group) == 0 else {}
+    groups = tree_map_only(torch.Tensor, copy_on_cpu, own["param_groups"])
+    return {"state": state, "param_groups": groups} if to_all or dist.get_rank(group) == 0 else {}
 
 
 def refuse_several_groups(optimizer):

@@ -23,12 +23,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import checkpoint
-from checkpoint import full_state_dict
 from guard.chained import Chained
 from guard.flat_shard import FlatShard, boxes_of
 from harness.gpt import GPT, GPTConfig
 from tests.checkpoint import SHARDED, a_run, train, wrapped
-from tests.checkpoint.compare import close, equal, full, weights
+from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of, situation
 from tests.ranks import ROOT, run_alone
 from tests.stages.test_dtensor import Block
@@ -213,25 +212,29 @@ def test_torchs_flattened_form_and_its_offload(rank, dtype, tmp_path):
 
 @on_ranks(4, stage=[STAGE_3, STAGE_4])
 def test_fp16_under_gradscaler_goes_on_after_a_save(rank, stage, tmp_path):
-    """On the same ranks to the bit, on fewer up to the order of sums. The first steps are inf, and left out."""
+    """On the same ranks to the bit, on fewer up to the rounding of averages. The first steps are inf, and left out."""
     def fresh(seed, group):
         model = Net(seed=seed, frozen_seed=seed).to(H)
-        return model, wrapped(stage, model.parameters(), process_group=group, lr=0.01), torch.amp.GradScaler("cpu")
+        optimizer = wrapped(stage, model.parameters(), process_group=group, lr=0.01)
+        return model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**20)
 
     model, optimizer, scaler = fresh(0, None)
-    steps_of(model, optimizer, range(4), scaler)
-    assert 1 < scaler.get_scale() < 2**16
+    steps_of(model, optimizer, range(6), scaler)
+    assert scaler.get_scale() < 2**20 and 0 < full(optimizer)["state"][0]["step"] < 6
     checkpoint.save(tmp_path / stage, model, optimizer, scaler.state_dict())
-    steps_of(model, optimizer, range(4, 8), scaler)
+    steps_of(model, optimizer, range(6, 10), scaler)
     expected = full(optimizer)
     for n_ranks in (4, 3, 2, 1):
         group = dist.new_group([*range(n_ranks)])
         if rank.rank < n_ranks:
-            model, optimizer, again = fresh(1, group)
-            again.load_state_dict(checkpoint.load(tmp_path / stage, model, optimizer))
-            steps_of(model, optimizer, range(4, 8), again)
-            assert again.get_scale() == scaler.get_scale()
-            assert (equal if n_ranks == 4 else close)(full(optimizer), expected), n_ranks
+            its_model, its_optimizer, its_scaler = fresh(1, group)
+            its_scaler.load_state_dict(checkpoint.load(tmp_path / stage, its_model, its_optimizer))
+            steps_of(its_model, its_optimizer, range(6, 10), its_scaler)
+            assert its_scaler.get_scale() == scaler.get_scale()
+            for index, entries in full(its_optimizer)["state"].items():
+                atol = 0 if n_ranks == 4 else 3e-4  # lr is 0.01
+                assert entries["step"] == expected["state"][index]["step"]
+                assert torch.allclose(entries["main_param"], expected["state"][index]["main_param"], rtol=0, atol=atol)
         dist.barrier()
 
 
@@ -281,7 +284,7 @@ def test_what_models_have_beside_trained_matrices(rank, stage, tmp_path):
     def build(seed):
         model = Net(seed=seed)
         model.nothing = nn.Parameter(torch.empty(0, 3))
-        model.up = torch.compile(model.up)
+        model.up = torch.compile(model.up, backend="eager")
         lr = torch.tensor(0.5 + seed)
         named = [param for name, param in model.named_parameters() if name != "nothing"]
         groups = [{"params": [model.nothing, *named[:4]], "lr": lr}, {"params": named[4:], "lr": lr}, {"params": []}]
@@ -307,18 +310,18 @@ def test_a_file_of_one_rank_is_for_that_rank_and_a_whole_state_for_all(rank, sta
     file.seek(0)
     own = torch.load(file, weights_only=True)
     before = full(optimizer)
-    everyone = [None, None]
-    dist.all_gather_object(everyone, own)
-    line = error_of(lambda: optimizer.load_state_dict(everyone[0]), ValueError)
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, own)
+    line = error_of(lambda: optimizer.load_state_dict(of_ranks[0]), ValueError)
     assert "save with torch.distributed.checkpoint, which cuts states for other ranks" in line
+    old = {**own, "world_size": 2, "rank": rank.rank}
+    assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
     assert equal(full(optimizer), before)
     again = a_run(rank, stage, dtype=dtype, seed=1)
     for state_dict in (own, before):
         again[0].load_state_dict(model.state_dict())
-        again[1].load_state_dict(copy.deepcopy(state_dict))
+        again[1].load_state_dict(state_dict)
         assert equal(full(again[1])["state"], before["state"])
-    old = {**own, "world_size": 2, "rank": rank.rank}
-    assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
 
 
 @on_ranks(2, stage=STAGES)
@@ -331,23 +334,13 @@ def test_torchs_full_state_is_refused_and_a_plain_ones_is_cut(rank, stage):
     if stage in SHARDED:
         line = error_of(lambda: set_optimizer_state_dict(*others, of_optimizer, options=of_all), ValueError)
         assert "checkpoint.full_state_dict(optimizer)" in line
-    plain = full_state_dict(optimizer)
+    plain = full(optimizer)
     names = [name for name, param in model.named_parameters()]
     by_name = {"state": {names[index]: entries for index, entries in plain["state"].items()},
-               "param_groups": [{**plain["param_groups"][0], "params": names}]} if plain else {}
-    set_model_state_dict(others[0], of_model if plain else {}, options=of_all)
-    set_optimizer_state_dict(*others, by_name, options=of_all)
-    assert equal([weights(others[0]), full(others[1])["state"]], [weights(model), full(optimizer)["state"]])
-
-
-@on_ranks(2)
-def test_a_state_dict_that_is_kept_over_a_step_can_be_read(rank):
-    """remainder16 makes main parameters when they are saved."""
-    model, optimizer = a_run(rank, "variants.remainder16", dtype=B, steps=1)
-    kept = optimizer.state_dict()["state"][0]["main_param"]
-    before = copy.deepcopy(kept)
-    train(rank, model, optimizer, (1,))
-    assert equal(kept.local, before.local)
+               "param_groups": [{**plain["param_groups"][0], "params": names}]}
+    set_model_state_dict(others[0], {} if rank.rank else of_model, options=of_all)
+    set_optimizer_state_dict(*others, {} if rank.rank else by_name, options=of_all)
+    assert equal([weights(others[0]), full(others[1])["state"]], [weights(model), plain["state"]])
 
 
 class KeepsLists(torch.optim.SGD):
