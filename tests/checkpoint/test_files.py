@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -14,7 +14,7 @@ import checkpoint
 from guard.chained import Chained
 from tests.checkpoint import ONE, a_run, train, wrapped
 from tests.checkpoint.compare import equal, full, said_by_all, weights
-from tests.common import STAGES, Net, error_of, on_ranks
+from tests.common import STAGES, error_of, on_ranks
 
 
 def net(seed):
@@ -47,7 +47,7 @@ def test_an_fsdp2_run_goes_on_in_stage_4_to_the_bit(rank, layout, tmp_path):
 
 @on_ranks(2, stage=STAGES)
 def test_torchs_converters_make_one_file_and_back(rank, stage, tmp_path):
-    """Names, shapes and values, and no padding. Plain torch goes on from the file; `load` from what is made of it."""
+    """Names, shapes and values as in plain torch, and no padding."""
     model, optimizer = a_run(rank, stage, steps=2)
     checkpoint.save(tmp_path / stage, model, optimizer, {"rank": rank.rank, "past": (torch.arange(20.0), [1])})
     expected = full(optimizer)
@@ -59,10 +59,6 @@ def test_torchs_converters_make_one_file_and_back(rank, stage, tmp_path):
         assert equal(found["extra"], {str(n): {"rank": n, "past": (torch.arange(20.0), [1])} for n in range(2)})
         assert equal(found["optimizer"]["state"], {names[index]: its for index, its in expected["state"].items()})
         assert found["optimizer"]["param_groups"] == [{**expected["param_groups"][0], "params": names}]
-        plain_model = Net(seed=5)
-        plain = torch.optim.AdamW(plain_model.parameters())
-        set_optimizer_state_dict(plain_model, plain, found["optimizer"])
-        assert equal(plain.state_dict()["state"], expected["state"])
         torch.save({name: found[name] for name in ("model", "optimizer")}, tmp_path / "one.pt")
         torch_save_to_dcp(tmp_path / "one.pt", tmp_path / f"{stage} again")
     dist.barrier()
@@ -71,16 +67,10 @@ def test_torchs_converters_make_one_file_and_back(rank, stage, tmp_path):
     assert equal([weights(again[0]), full(again[1])], [weights(model), expected])
 
 
-def test_a_program_without_process_groups_saves_and_loads(tmp_path):
-    """Reading a fresh optimizer leaves it fresh."""
+def test_a_program_without_process_groups_saves_a_fresh_optimizer_and_leaves_it_fresh(tmp_path):
     model, optimizer = a_run(ONE, None)
-    checkpoint.save(tmp_path / "fresh", model, optimizer)
-    assert not optimizer.state
-    train(ONE, model, optimizer, range(2))
-    checkpoint.save(tmp_path / "trained", model, optimizer, {"step": 2}, asynchronous=True).result()
-    others = a_run(ONE, None, seed=1)
-    assert checkpoint.load(tmp_path / "trained", *others) == {"step": 2}
-    assert equal([weights(others[0]), full(others[1])], [weights(model), full(optimizer)])
+    checkpoint.save(tmp_path / "fresh", model, optimizer, 1, asynchronous=True).result()
+    assert not optimizer.state and checkpoint.load(tmp_path / "fresh", model, optimizer) == 1
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path):
@@ -123,7 +113,7 @@ def with_experts(numbers, group, seed=0):
 
 @on_ranks(4)
 def test_experts_of_smaller_process_groups_are_saved_together_by_their_global_names(rank, tmp_path):
-    """EP 2 -> EP 4 -> EP 1 -> EP 2. Equal names of unlike experts are refused: DCP would keep one rank's, in silence.
+    """EP 2 -> EP 4 -> EP 2. Equal names of unlike experts are refused: DCP would keep one rank's, in silence.
     """
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     singles = [dist.new_group([number]) for number in range(4)]
@@ -134,11 +124,8 @@ def test_experts_of_smaller_process_groups_are_saved_together_by_their_global_na
     one_each = with_experts([rank.rank], singles[rank.rank], seed=1)
     assert checkpoint.load(tmp_path / "ep2", *one_each) == {"rank": rank.rank}
     checkpoint.save(tmp_path / "ep4", *one_each)
-    everyone = with_experts(range(4), None, seed=2)
-    checkpoint.load(tmp_path / "ep4", *everyone)
-    checkpoint.save(tmp_path / "ep1", *everyone)
-    again = with_experts(of_half, pairs[half], seed=3)
-    checkpoint.load(tmp_path / "ep1", *again)
+    again = with_experts(of_half, pairs[half], seed=2)
+    checkpoint.load(tmp_path / "ep4", *again)
     assert equal(weights(again[0]), weights(model))
     for one, other in zip(optimizer.optimizers, again[1].optimizers):
         assert equal(full(one), full(other))

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import re
 import textwrap
 
 import pytest
@@ -19,8 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import checkpoint
 from guard.chained import Chained
@@ -30,7 +29,7 @@ from tests.checkpoint import SHARDED, a_run, train, wrapped
 from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of, situation
 from tests.ranks import ROOT, run_alone
-from tests.stages.test_dtensor import Block
+from tests.stages.test_dtensor import Block, tensor_parallel
 from variants.muon_rows import MUON, split
 
 F, B, H = torch.float32, torch.bfloat16, torch.float16
@@ -53,33 +52,15 @@ MESHES = {"2 x 2": (STAGE_4, ALL), "4 x 1": (STAGE_4, ALL), "1 x 4": (STAGE_4, A
 IN_PLAIN_TORCH_TOO = {**MESHES, "no mesh": (None, ALL)}
 
 
-class TensorParallel(Block):
-    """11 isn't divided by any number of ranks; and there is what the optimizer doesn't have."""
-
-    def __init__(self):
-        super().__init__(width=11)
-        self.register_buffer("seen", torch.arange(3.0))
-        self.frozen = nn.Linear(3, 5, bias=False).requires_grad_(False)
-
-
-PLAN = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False), "down": RowwiseParallel(),
-        "frozen": ColwiseParallel()}
-
-
-def built(name, stage, dtype, seed, group):
+def built(rank, name, stage, dtype, seed, group):
     """Return a model, and its optimizer on the ranks of `group`."""
     torch.manual_seed(seed)
-    if name in IN_PLAIN_TORCH_TOO:
-        model = TensorParallel().to(dtype)
-        for param in model.parameters():  # of each seed others
+    if name in IN_PLAIN_TORCH_TOO:  # 11 isn't divided by any number of ranks
+        shape = tuple(map(int, re.findall(r"\d", name)))
+        model, group = tensor_parallel(rank, shape, width=11) if stage else (Block(width=11), None)
+        for param in model.to(dtype).parameters():  # of each seed others
             param.data += 0.01 * seed
-        if stage:
-            mesh = init_device_mesh("cpu", [*map(int, name.split(" x "))], mesh_dim_names=("dp", "tp"))
-            group = mesh["dp"].get_group()
-            parallelize_module(model, mesh["tp"], PLAN)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        return model, wrapped(stage, trained, process_group=group, lr=0.01)
+        return model, wrapped(stage, model.parameters(), process_group=group, lr=0.01)
     if name in CHAINED:
         model = GPT(GPTConfig(n_layers=1, n_heads=2, width=16, block_size=8, lr=1e-3))
         matrices, rest = split(model)
@@ -102,7 +83,7 @@ def loss_of_batch(model, number):
     if isinstance(model, GPT):
         text = (torch.arange(9) + number) % 23
         return model(text[None, :-1], text[None, 1:])
-    shape = (2, 4, 6) if isinstance(model, TensorParallel) else (4, 7)
+    shape = (2, 4, 6) if isinstance(model, Block) else (4, 7)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(number))
     return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
@@ -153,7 +134,7 @@ def from_each_to(targets, rank, kinds, dtype, path, options=None):
     before = {}
     for name, (stage, ranks) in kinds.items():
         if rank.rank in ranks:
-            run = built(name, stage, dtype, 0, groups[name])
+            run = built(rank, name, stage, dtype, 0, groups[name])
             steps_of(*run, range(2))
             saved(path / name, *run, groups[name], options)
             before[name] = content(*run)
@@ -164,7 +145,7 @@ def from_each_to(targets, rank, kinds, dtype, path, options=None):
         stage, ranks = kinds[target]
         if rank.rank in ranks:
             with situation(f"{source} -> {target}"):
-                fresh = built(target, stage, dtype, 1, groups[target])
+                fresh = built(rank, target, stage, dtype, 1, groups[target])
                 run = loaded(path / source, *fresh, groups[target], options)
                 found = content(*run)
                 same = [name for name in found if "moments16" not in (source, target) or "exp" not in name]
