@@ -260,7 +260,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 def as_checkpoint_error(error):
     """Return a ForeignCheckpoint for what doesn't fit, a DamagedCheckpoint for what a disk can't read, else `error`."""
     if isinstance(error, (ValueError, KeyError)) and not isinstance(error, CheckpointError):
-        return ForeignCheckpoint(str(error))
+        return ForeignCheckpoint(f"it is of another model or optimizer: {error}")
     return DamagedCheckpoint(error.strerror) if getattr(error, "errno", None) in DISK_ERRORS else error
 
 
