@@ -169,6 +169,11 @@ def meet_anew(rank):
     join(*place, *place, 300, dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store))
 
 
+def no_sync_if(optimizer, condition):
+    """-> the context no_sync() of the optimizer, or one that does nothing."""
+    return optimizer.no_sync() if condition else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def situation(name):
     """One of several in a test: an error says in which it came."""
