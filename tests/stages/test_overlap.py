@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import functools
-import gc
 import pickle
-import weakref
 from collections import OrderedDict
 from unittest import mock
 
@@ -18,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from harness import FOUR, THREE
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
-from stage4_overlap.drops import UNDER_WAY
 from stage4_overlap.transport import Transport
 from tests.common import batch, loss_of, on_its_device, on_ranks, one_rank_of
 from tests.pairs import SGD, SMALL, Pair, WhenAsked, assert_same, deliver_when_asked, parameter_of, sgd_of
@@ -174,17 +171,6 @@ def test_what_is_written_while_it_is_under_way_stays(rank):
     model.load_state_dict(other.state_dict())
     optimizer.finish_param_sync()
     assert equal(params_of(model), params_of(other))
-
-
-def test_each_module_gets_one_hook_which_can_be_removed():
-    with one_rank_of(2):
-        model = words()
-        optimizer = DistributedOptimizer(model.parameters())
-        handles = optimizer.prefetch_params(model)
-        assert len(handles) == 3 and optimizer.prefetch_params(model) == []
-    for handle in handles:
-        handle.remove()
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 class Odd(torch.nn.Module):
@@ -366,32 +352,6 @@ def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(
 
 
 # --------------------------------------------------------------------------------------- overlap, and what is under way
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_an_optimizer_does_not_keep_a_group_that_is_destroyed(reduce_dtype):
-    """gloo's threads would end with the interpreter then, and abort it now and then."""
-    with one_rank_of(4):
-        group, model = weakref.ref(dist.group.WORLD), Branches(seed=0)
-        optimizer = DistributedOptimizer(model.parameters(), reduce_dtype=reduce_dtype, **ADAMW)
-        model(torch.ones(2, 7)).sum().backward()
-        optimizer.step()
-    gc.collect()
-    assert group() is None
-
-
-def test_what_had_left_when_its_optimizer_was_dropped_is_kept_until_it_has_arrived():
-    with one_rank_of(2):
-        weight, work = torch.nn.Parameter(torch.ones(40)), mock.Mock()
-        optimizer = DistributedOptimizer([weight], lr=0.1)
-        optimizer.buckets[0].transport.reduce_scatter = lambda sent, received, gradient: ([work], [])
-        weight.sum().backward()
-        sent = optimizer.travelling[0].sent
-        del optimizer
-        for is_done in (False, True):
-            work.is_completed.return_value = is_done
-            DistributedOptimizer([weight], lr=0.1)
-            assert any(message[0] == [work] and message[1] is sent for message in UNDER_WAY) == (not is_done)
 
 
 @pytest.mark.parametrize("fails", [False, True])
