@@ -17,7 +17,6 @@ import stage4_overlap
 from guard.chained import Chained
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
 from tests.pairs import sgd_of
-from tests.stages.test_averages import AllToAll
 from tests.variants import on_pairs
 from variants import finite, hybrid
 
@@ -27,6 +26,19 @@ FOUR, FINITE = STAGES[3], "variants.finite"
 class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, finite.CheckedOptimizer,
                    hybrid.ReplicasOfStage4):
     """Two variants that combine."""
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.group), None
 
 
 def pairs():
