@@ -45,8 +45,8 @@ def test_what_would_not_be_stepped_or_does_not_lie_in_one_piece_is_refused(stage
 def test_what_p_grad_holds_at_step_counts(rank, stage):
     """Drop gradients, double others, and drop that of `scale`.
 
-    Without a gradient a parameter is not stepped in stages 1 and 2; in stage 3 the buffer is zero there; stage 4 refuses
-    that, so it has zeros here.
+    Without a gradient a parameter is not stepped in stages 1 and 2; in stage 3 the buffer is zero there. Stage 4 takes
+    none, so it has zeros here.
     """
     pair = Pair(rank, stage)
     with pair.optimizer.no_sync():

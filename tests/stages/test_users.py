@@ -171,21 +171,27 @@ def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, wri
 
 
 @pytest.mark.shared_guard
-@on_ranks(2)
-def test_hooks_of_all_optimizers_are_called_once_a_step(rank, stage):
-    """And not by the constructor's trial."""
-    calls, model = [], Net(seed=0)
+@on_ranks(2, has_own_step=[False, True])
+def test_hooks_of_all_optimizers_are_called_once_a_step(rank, stage, has_own_step):
+    """Also where a subclass has a step of its own, and not by the constructor's trial."""
+    class OwnStep(optimizer_of(stage)):
+        def step(self, closure=None, **kwargs):
+            return super().step(closure, **kwargs)
+
+    calls = []
+    model = Net(seed=0)
     hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
              register_optimizer_step_post_hook(lambda *_: calls.append("after"))]
     try:
-        optimizer = sgd_of(stage, trainable(model), **({"bucket_cap_mb": 1e-4} if stage == FOUR else {}))
+        kind = OwnStep if has_own_step else optimizer_of(stage)
+        optimizer = kind(trainable(model), torch.optim.SGD, lr=1.0)
         optimizer.register_step_post_hook(lambda *_: calls.append("own"))
-        train(model, optimizer, rank, 0, 1, 2)
+        train(model, optimizer, rank, 0, 1)
     finally:
         for hook in hooks:
             hook.remove()
-    train(model, optimizer, rank, 3)
-    assert calls == ["before", "own", "after"] * 3 + ["own"]
+    train(model, optimizer, rank, 2)
+    assert calls == ["before", "own", "after"] * 2 + ["own"]
 
 
 @on_ranks(2)
