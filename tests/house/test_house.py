@@ -7,11 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-import conftest
 from guard.guarded import Guarded
 from harness.diff import parts_of
 from harness.take import CORE, code_lines
@@ -144,19 +142,6 @@ def test_super_is_the_core_in_every_class_of_a_guard(stage):
 
 
 # ------------------------------------------------------------------------------------------ what contributors rely on
-
-
-@pytest.mark.parametrize("source, kept", [("TESTPATHS", ["contract"]), ("ARGS", ["contract", "mine"])])
-def test_with_a_stage_the_contract_is_run_or_what_is_named(source, kept):
-    """Of files that are named, what is about that stage."""
-    items = [SimpleNamespace(name=name, path=ROOT / f"tests/stages/test_{file}.py",
-                             callspec=SimpleNamespace(params={"stage": stage}))
-             for name, file, stage in (("contract", "contract", "mine"), ("mine", "cores", "mine"),
-                                       ("of stage 4", "cores", STAGES[3]))]
-    config = SimpleNamespace(args_source=pytest.Config.ArgsSource[source], getoption={"--stage": ["mine"]}.get,
-                             hook=SimpleNamespace(pytest_deselected=lambda items: None))
-    conftest.pytest_collection_modifyitems(config, items)
-    assert [item.name for item in items] == kept
 
 
 def test_ci_runs_targets_of_the_makefile():

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from guard.chained import Chained
-from harness import FOUR, STAGES, THREE
-from tests.common import Net, error_of, on_ranks, optimizer_of, trainable
-from tests.pairs import Pair, backward, parameter_of, sgd_of
+from harness import FOUR, STAGES
+from tests.common import error_of, on_ranks, optimizer_of
+from tests.pairs import Pair, parameter_of, sgd_of
 
 
 class ByNameAndAttribute(torch.optim.SGD):
@@ -115,20 +115,6 @@ def test_a_method_of_a_class_behind_a_mixin_can_be_patched_before_there_is_an_in
     weight.sum().backward()
     optimizer.step()
     assert weight.eq(-1).all()
-
-
-@pytest.mark.parametrize("stage", [THREE, FOUR])
-@on_ranks(2)
-def test_of_a_model_that_was_moved_torchs_clipping_says_so(rank, stage):
-    """As Trainer's constructor does, after its optimizer was built."""
-    model = Net(seed=0)
-    optimizer = sgd_of(stage, trainable(model))
-    for param in model.parameters():
-        param.data = param.data.clone()
-    backward(model, rank, 0)
-    error = error_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    assert "the data of parameter of shape () was replaced, by model.to(), Trainer (see docs/frameworks.md)" in error
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("stage", STAGES)

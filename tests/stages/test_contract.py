@@ -41,29 +41,28 @@ GRAPHS = [*((stage, {}) for stage in STAGES), (STAGES[3], {"prefetch": True}),
 @pytest.mark.parametrize("stage, how", GRAPHS)
 @on_ranks(2)
 def test_a_graph_that_has_read_older_parameters_is_refused(rank, stage, how):
-    """torch's own error, of each parameter and on each rank: else gradients would be those of values never seen.
+    """Raise torch's own error for each parameter, on each rank: else gradients would be those of values never seen.
 
     The graph is from before the constructor, which broadcasts, or from before a step.
     """
     weight = parameter_of(rank.rank, rank)
-    graphs = [(weight**2).sum()]
+    of_constructor = (weight**2).sum()
     optimizer_of(stage)([weight], lr=0.1)
     pair = Pair(rank, stage, torch.optim.SGD, **how, **SGD)
     if "own" in how:  # what is not used is not stepped: autograd must be told when it is, again
         (pair.model.scale * pair.model.up.bias.sum()).backward()
         pair.optimizer.step()
         pair.optimizer.zero_grad()
-    for step in range(2):
-        graphs += [(param**2).sum() for param in trainable(pair.model)]
-        train(pair.model, pair.optimizer, rank, step)
-        for graph in graphs:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                graph.backward()
-        graphs = []
+    of_step = [(param**2).sum() for param in trainable(pair.model)]
+    train(pair.model, pair.optimizer, rank, 0)
+    for graph in (of_constructor, *of_step):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
 
 
 @on_ranks
 def test_frozen_parameters_are_broadcast_and_can_be_unfrozen_later(rank, stage):
+    """Train while one layer is frozen, and then while another one is."""
     pair = Pair(rank, stage, groups=nn.Module.parameters, seeds=(rank.rank, rank.rank))  # a generator
     assert not any(param.requires_grad for param in pair.model.frozen.parameters())
     pair.train(0, 1)
@@ -175,20 +174,19 @@ def test_schedulers_of_torch(rank, stage, name):
 
 @on_ranks
 def test_closure_and_its_loss(rank, stage):
+    """Step with a closure: the loss is the mean over the ranks, and parameters are those of replicated training."""
     pair = Pair(rank, stage)
-    for step in range(3):
+    for step in range(2):
 
         def closure(step=step):
             pair.optimizer.zero_grad()
             return backward(pair.model, rank, step)
 
-        loss, expected = pair.optimizer.step(closure), pair.replicated.step(step)
-        assert torch.allclose(loss, expected, rtol=1e-5), (loss, expected)
+        loss = pair.optimizer.step(closure)
+        assert torch.allclose(loss, pair.replicated.step(step), rtol=1e-5)
         assert not loss.requires_grad
     pair.assert_same()
-    param = nn.Parameter(torch.ones(3, device=rank.device))
-    of_one = optimizer_of(stage)([param], torch.optim.SGD, lr=1.0)
-    assert of_one.step(lambda: param.sum().backward() or 2.0) == 2.0  # a float is a loss too
+    assert pair.optimizer.step(lambda: backward(pair.model, rank, 2) and 2.0) == 2.0  # a float is a loss too
 
 
 @on_ranks(with_no_sync=[True, False])
@@ -235,14 +233,13 @@ clip = test_clipping_equals_torch_on_the_whole_model.__wrapped__
 
 @on_ranks
 def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked(rank, stage):
-    """Of the last rank's gradient, on every rank. The step can be given up, and the next one is as without it."""
+    """Spoil the last rank's gradient: every rank has the error. The next step is as without it."""
     pair = Pair(rank, stage)
     for value in (torch.nan, torch.inf):
         factor = value if rank.rank == rank.world_size - 1 else 1.0
         (loss_of(pair.model, *batch(0, rank.rank, device=rank.device)) * factor).backward()
         with pytest.raises(RuntimeError, match="the norm of all gradients is (nan|inf): zero_grad"):
             pair.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
-        assert not pair.optimizer.clip_grad_norm_(1.0).isfinite()
         pair.optimizer.zero_grad()
     pair.backward(1)
     assert pair.optimizer.clip_grad_norm_(1e6, error_if_nonfinite=True).isfinite()
@@ -295,7 +292,7 @@ def test_resumes_from_its_state_dict(rank, stage):
 
 @on_ranks(2)
 def test_state_may_be_looked_at_and_is_refused_of_another_rank(rank, stage):
-    """The state of a parameter that another rank steps is not here; to ask for it does no harm."""
+    """Ask for the state of a parameter that another rank steps: that does no harm. Load another rank's: an error."""
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(trainable(model), **ADAMW)
     train(model, optimizer, rank, 0)
@@ -303,7 +300,6 @@ def test_state_may_be_looked_at_and_is_refused_of_another_rank(rank, stage):
     for param in trainable(model):
         optimizer.state[param].get("exp_avg")  # torch's state is a defaultdict: this puts {} into it
     assert optimizer.state_dict()["state"].keys() == before["state"].keys()
-    train(model, optimizer, rank, 1)
     optimizer.state["of all"]["n"] = 3  # torch saves it
     assert optimizer.state_dict()["state"]["of all"] == {"n": 3}
     everyone = [None] * rank.world_size
@@ -438,7 +434,7 @@ def test_refuses_before_anything_changes(rank, stage, of):
 
 @on_ranks(2)
 def test_sparse_gradients_are_refused_or_right(rank, stage):
-    """Refused by name, or right: a gradient that is lost is neither."""
+    """Refuse by name, or step: a gradient that is lost is neither."""
     embedding = nn.Embedding(6, 3, sparse=True).to(rank.device)
     nn.init.ones_(embedding.weight)
     optimizer = optimizer_of(stage)(embedding.named_parameters(), torch.optim.SGD, lr=1.0)

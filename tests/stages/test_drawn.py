@@ -66,7 +66,7 @@ class Drawn:
             if self.options.get("find_unused_parameters", True):
                 self.calls += WITH_UNUSED
         self.prefetches = has_buckets and self.draw.random() < 0.5
-        self.checkpoints = has_buckets and self.draw.random() < 0.3
+        self.checkpoints = self.draw.random() < 0.3
         # Lists of groups: those of the constructor, then those that each call of add_param_group() adds.
         self.groups = [[self.drawn_group() for _ in range(self.draw.randint(1, 3))]]
         self.reference = self.optimizer_cls(self.with_params(self.values, self.groups[0]), **self.kwargs)

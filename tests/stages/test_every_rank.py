@@ -77,26 +77,6 @@ def test_state_dicts_of_different_steps_are_refused_on_every_rank(rank, stage, g
     assert optimizer.state_dict()["n_steps"] == 2
 
 
-@on_ranks(3, dtype=[torch.float32, torch.bfloat16])
-def test_a_state_of_the_parameters_own_shape_is_adopted(rank, stage, dtype):
-    """Assign 0 to 19 as the first moment of 20 elements: on three ranks, of which some have no piece or all of it."""
-    p, q = (torch.nn.Parameter(torch.full((n,), 2.0, device=rank.device, dtype=dtype)) for n in (20, 16))
-    twin = torch.nn.Parameter(p.detach().float())
-    optimizer = optimizer_of(stage)([p, q], lr=0.1)
-    plain = torch.optim.AdamW([twin], lr=0.1)
-    for _ in range(3):
-        for one, param in ((optimizer, p), (plain, twin)):
-            (param.square().sum() + q.sum()).backward()
-            one.step()
-            one.zero_grad()
-            one.state[param]["exp_avg"] = torch.arange(20.0, device=rank.device).to(param.dtype)
-        optimizer.state_dict()
-        for start, stop, main in [piece[1:] for piece in optimizer.pieces() if piece[0] is p]:
-            moment = optimizer.optimizer.state[main]["exp_avg"]
-            assert moment.tolist() == list(range(start, stop)) and moment.dtype == main.dtype
-    torch.testing.assert_close(p.detach().float(), twin.detach(), rtol=0, atol=1e-6 if dtype.itemsize == 4 else 0.03)
-
-
 @pytest.mark.parametrize("stage", [FOUR])
 @on_ranks(2, name=["max_norm", "norm_type", "factor"])
 def test_arguments_that_differ_are_refused_on_every_rank(rank, stage, name):
