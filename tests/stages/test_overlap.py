@@ -168,7 +168,7 @@ def test_what_is_written_while_it_is_under_way_stays(rank):
 
 
 class Odd(torch.nn.Module):
-    """Reads parameters of modules that it doesn't call: a container's, by vmap past torch's functions, and out_proj's."""
+    """Reads parameters of modules that it doesn't call: a container's, past torch's functions by vmap; out_proj."""
 
     def __init__(self, how):
         super().__init__()

@@ -8,7 +8,7 @@ import checkpoint
 from guard.chained import Chained, method_of_each
 from harness.gpt import GPT, GPTConfig
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of
-from tests.pairs import SGD, UNFUSED, assert_same, backward
+from tests.pairs import SGD, UNFUSED, assert_same, backward, sgd_of
 from tests.stages.test_contract import two_groups
 from variants.muon_rows import MUON, split
 
@@ -74,23 +74,24 @@ def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
 
 @on_ranks(4)
 def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
-    """No process group has the other's ranks: hybrid's are [0, 1] and [2, 3]."""
+    """No process group has the other's ranks: the groups of hybrid are [0, 1] and [2, 3]. The losses are the ranks'.
+
+    The mean gradient of `dense` is 1.5; those of the two experts are 0.5 and 1. Each has four elements.
+    """
     edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.rank % 2]
     dense, expert = (torch.nn.Parameter(torch.ones(4, device=rank.device)) for _ in range(2))
-    chain = Chained(optimizer_of("tests.variants.on_pairs")([dense], torch.optim.SGD, lr=1.0),
-                    optimizer_of(STAGES[3])([expert], torch.optim.SGD, lr=1.0, process_group=edp,
-                                            average_over=dist.group.WORLD))
+    chain = Chained(sgd_of("tests.variants.on_pairs", [dense]),
+                    sgd_of(STAGES[3], [expert], process_group=edp, average_over=dist.group.WORLD))
 
     def closure():
         (dense.sum() * rank.rank + expert.sum() * (1 + rank.rank % 2)).backward()
         return float(rank.rank)
 
     closure()
-    means = 1.5, (1 + rank.rank % 2) / 2
     norm = (4 * (1.5**2 + 0.5**2 + 1.0**2)) ** 0.5
     assert chain.clip_grad_norm_(norm / 2).item() == pytest.approx(norm)
     chain.step()
-    for param, mean in zip((dense, expert), means):
+    for param, mean in ((dense, 1.5), (expert, (1 + rank.rank % 2) / 2)):
         torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - mean / 2))
     assert chain.step(closure) == 1.5
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import stage4_overlap
@@ -19,7 +18,7 @@ from harness import rows, two_hosts
 from harness.ledger import Ledger
 from harness.pages import rewritten
 from harness.take import code_lines
-from tests.common import error_of, on_ranks, one_rank_of, optimizer_of, situation
+from tests.common import error_of, mesh_of, on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import ADAMW, Pair
 from tests.ranks import ROOT
 from tests.stages import test_cores
@@ -27,7 +26,7 @@ from tests.stages.test_cores import core_of
 from tests.stages.test_probe import BLOCKS as BLOCK_RULES
 from tests.stages.test_probe import CountsCalls
 from tests.variants import on_pairs
-from variants import hybrid, moments16, remainder16, wire16
+from variants import hybrid, wire16
 from variants.__main__ import BLOCKS, ROWS, counted
 
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py") if path.stem != "muon_rows")
@@ -176,27 +175,6 @@ def test_hybrid_and_wire16_combine(rank):
     assert {entry.dtype for entry in ledger.entries if entry.kind == "send"} == {torch.bfloat16}
 
 
-class Moments16Remainder16(stage4_overlap.DistributedOptimizer, moments16.ShardedOptimizer,
-                           remainder16.ShardedOptimizer):
-    """What Megatron-LM's precision-aware optimizer keeps."""
-
-
-@on_ranks
-def test_moments16_and_remainder16_combine(rank):
-    """Gradients don't depend on parameters: main parameters are those of moments16, to the bit."""
-    generator, both = torch.Generator().manual_seed(0), [ones(torch.bfloat16) for _ in range(2)]
-    optimizers = [cls(params, torch.optim.AdamW, bucket_cap_mb=2e-3, **ADAMW) for cls, params in zip(
-        (moments16.DistributedOptimizer, Moments16Remainder16), both)]
-    for _ in range(3):
-        mine, _ = drawn(generator, rank, torch.bfloat16)
-        for optimizer, params in zip(optimizers, both):
-            step(optimizer, params, mine)
-    for one, other in zip(*(optimizer.buckets for optimizer in optimizers)):
-        assert other.parameter.main.untyped_storage().size() == 0
-        assert torch.equal(one.parameter.main_shard, other.parameter.main_shard)
-    assert {state["exp_avg"].dtype for state in optimizers[1].state.values()} <= {torch.bfloat16}
-
-
 # ------------------------------------------------------------------------------------------------------------- finite
 
 
@@ -289,15 +267,18 @@ def test_a_bucket_goes_back_while_the_next_one_is_stepped(rank):
     assert left == [[i < step for i in range(6)] for step in range(6)]
 
 
-@on_ranks(2)
-def test_muon_refuses_a_dtensor_on_every_rank_before_anything_changes(rank):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    own = nn.Parameter(torch.full((3,), float(rank.rank)))
+@on_ranks(2, variant_and_own=[("variants.muon", {}), ("variants.same_bits", {"leaves": 1})])
+def test_muon_refuses_a_dtensor_on_every_rank_before_anything_changes(rank, variant_and_own):
+    """And so does same_bits."""
+    variant, own = variant_and_own
+    mesh = mesh_of("cpu", (1, 2), ("dp", "tp"))
+    whole = nn.Parameter(torch.full((3,), float(rank.rank)))
     spread = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
-    refusal = error_of(lambda: optimizer_of("variants.muon")(
-        [("own", own), ("spread", spread)], torch.optim.SGD, process_group=mesh["dp"].get_group()), ValueError)
-    assert "parameter spread is a DTensor, of which a rank has a part" in refusal
-    assert own.eq(rank.rank).all()
+    own["process_group"] = mesh["dp"].get_group()
+    refusal = error_of(
+        lambda: optimizer_of(variant)([("whole", whole), ("spread", spread)], torch.optim.SGD, **own), ValueError)
+    assert "parameter spread is a DTensor" in refusal
+    assert whole.eq(rank.rank).all()
 
 
 def test_offload_leaves_the_parameters_and_two_buffers_on_the_device():
