@@ -16,6 +16,7 @@ from multiprocessing.managers import BaseManager
 import pytest
 import torch
 
+from harness import FOUR, TWO
 from harness.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES, in_groups_of_its_own
 
@@ -58,7 +59,7 @@ def pytest_generate_tests(metafunc):
     sizes = [1, 2, 3, 4] if "any_size" in marks else [2, 3]
     if metafunc.config.getoption("--gpu"):
         sizes = [1, 2]
-    stages = [STAGES[1], STAGES[3]] if "shared_guard" in marks else STAGES
+    stages = [TWO, FOUR] if "shared_guard" in marks else STAGES
     for name, values in {"stage": metafunc.config.getoption("--stage") or stages,
                          "world_size": metafunc.config.getoption("--ranks") or sizes}.items():
         is_chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))

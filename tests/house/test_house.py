@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from guard.guarded import Guarded
+from harness import FOUR, ONE
 from harness.diff import parts_of
 from harness.take import CORE, code_lines
 from tests.common import STAGES, optimizer_of
@@ -79,8 +80,8 @@ def test_train_differs_in_the_import_and_the_prefetch_only():
     first, *others = ((ROOT / stage / "train.py").read_text().splitlines() for stage in STAGES)
     for stage, other in zip(STAGES[1:], others):
         changed = [line.split("#")[0].rstrip() for line in difflib.ndiff(first, other) if line[0] in "+-"]
-        prefetch = ["+     optimizer.prefetch_params(model)"] if stage == STAGES[3] else []
-        assert changed == [f"- from {STAGES[0]} import DistributedOptimizer",
+        prefetch = ["+     optimizer.prefetch_params(model)"] if stage == FOUR else []
+        assert changed == [f"- from {ONE} import DistributedOptimizer",
                            f"+ from {stage} import DistributedOptimizer", *prefetch]
 
 

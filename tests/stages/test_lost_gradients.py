@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from guard.chained import Chained
+from harness import FOUR, THREE
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
 from tests.pairs import SMALL, parameter_of, sgd_of
 
-THREE, FOUR = STAGES[2:]
 BF16 = {"dtype": torch.bfloat16}
 KINDS = {  # name -> package, dtype, arguments
     **{stage: (stage, torch.float32, {}) for stage in STAGES},

@@ -215,22 +215,23 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_class(kind, n_goo
 # ------------------------------------------------------------------------------------------------------- what it costs
 
 
-def counting(steps):
-    """-> a class: to `steps` it adds the number of elements of each."""
-    return changed(before=lambda self: steps.append(sum(param.numel() for _, param in self.params())))
+def counting(n_elements):
+    """-> a class that appends the number of elements of each step to the list `n_elements`."""
+    return changed(before=lambda self: n_elements.append(sum(param.numel() for _, param in self.params())))
 
 
 def test_the_trial_is_short_and_leaves_no_trace(stage):
     """Were each group a kind of its own, there would be five times as many steps."""
     groups = [{"params": [param], "lr": 0.001 * n} for n, param in enumerate(model_of_all())]  # one kind; an lr is 0
-    calls, steps, state = [], [], torch.get_rng_state()
+    calls, n_elements = [], []
+    state = torch.get_rng_state()
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     try:
-        build(stage, counting(steps), groups)
+        build(stage, counting(n_elements), groups)
     finally:
         hook.remove()
     assert not calls and torch.equal(torch.get_rng_state(), state)
-    assert 100 < len(steps) < 300 and sum(steps) < 4_000_000
+    assert 100 < len(n_elements) < 300 and sum(n_elements) < 4_000_000
 
 
 @pytest.mark.parametrize("check", [check_elementwise, check_one_by_one])
@@ -242,14 +243,14 @@ def test_the_trial_is_on_the_device_of_the_parameters(check):
 
 
 def test_who_builds_many_alike_waits_for_one_trial(stage):
-    """Other arguments and other groups are tried anew; and what was refused is refused again."""
-    steps = []
-    optimizer_cls = counting(steps)
+    """Try other arguments and other groups anew; and refuse again what was refused."""
+    n_elements = []  # of each step of a trial
+    optimizer_cls = counting(n_elements)
 
     def is_tried(params=None, **kwargs):
-        steps.clear()
+        n_elements.clear()
         build(stage, optimizer_cls, params, **kwargs)
-        return bool(steps)
+        return bool(n_elements)
 
     assert [is_tried(), is_tried(), is_tried(mine=1)] == [True, False, True]
     assert is_tried([{"params": [nn.Parameter(torch.ones(2, 2))], "mine": 2}], mine=1)

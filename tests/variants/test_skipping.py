@@ -15,12 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import stage4_overlap
 from guard.chained import Chained
+from harness import FOUR
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
 from tests.pairs import sgd_of
 from tests.variants import on_pairs
 from variants import finite, hybrid
 
-FOUR, FINITE = STAGES[3], "variants.finite"
+FINITE = "variants.finite"
 
 
 class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, finite.CheckedOptimizer,
