@@ -12,8 +12,7 @@ import pytest
 
 from guard.guarded import Guarded
 from harness import FOUR, ONE
-from harness.diff import parts_of
-from harness.take import CORE, code_lines
+from harness.publishing.stages import CORE, code_lines, parts_of
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 

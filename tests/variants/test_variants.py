@@ -14,10 +14,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import stage4_overlap
 from grade.variants import BlockSGD
-from harness import rows, two_hosts
-from harness.ledger import Ledger
-from harness.pages import rewritten
-from harness.take import code_lines
+from harness.measuring import two_hosts
+from harness.measuring.ledger import Ledger
+from harness.publishing.pages import rewritten
+from harness.publishing.stages import code_lines
+from harness.training import rows
 from tests.common import error_of, mesh_of, on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import ADAMW, Pair
 from tests.ranks import ROOT
