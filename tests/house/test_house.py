@@ -12,7 +12,7 @@ import pytest
 
 from guard.guarded import Guarded
 from harness import FOUR, ONE
-from harness.publishing.stages import CORE, code_lines, parts_of
+from harness.publishing.stages import CORE, code_lines, parts_of, show_difference
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
@@ -61,14 +61,12 @@ def test_cores_have_the_same_methods_in_the_same_order_and_share_the_rest_to_the
         assert changed - {"imports and constants", "class ShardedOptimizer"} == idea
 
 
-def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else():
+def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else(capsys):
     """All lines of the newer core that are not said to be unchanged, and no line of its other methods."""
-    def shown(before, after):
-        command = ["make", "diff", f"A={before}", f"B={after}"]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", shown(3, 4), re.MULTILINE) == list(CORE)
-    text = shown(1, 2)
+    show_difference(3, 4)
+    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", capsys.readouterr().out, re.MULTILINE) == list(CORE)
+    show_difference(1, 2)
+    text = capsys.readouterr().out
     assert re.findall(r"^(?:changed|new|gone): (.*)$", text, re.MULTILINE) == ["imports and constants", "sync_params"]
     (unchanged,) = re.findall(r"^unchanged: (.*)$", text, re.MULTILINE)
     assert {"__init__", "shard", "sync_grads", "step_own", "step", "average"} <= set(unchanged.split(", "))

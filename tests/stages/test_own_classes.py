@@ -96,6 +96,20 @@ class Wraps(Own):
         self.inner.step()
 
 
+class Optimistic(Own):
+    """Keeps the gradient of the step before."""
+
+    def step_one(self, param, lr):
+        param.sub_(2 * param.grad - self.state[param].get("last", param.grad), alpha=lr)
+        self.state[param]["last"] = param.grad
+
+
+class WantsRequiresGrad(Own):
+    def step_one(self, param, lr):
+        if param.requires_grad:
+            super().step_one(param, lr)
+
+
 KINDS = {
     "p.grad = …": own(step_one=assign_grad),
     "p.grad = None": own(step_one=free_grad),
@@ -180,19 +194,15 @@ def test_a_loop_leaves_zero_grad_to_the_class(rank, stage, kind):
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "variants.muon", "variants.per_parameter"])
-@on_ranks(2)
-def test_a_class_that_keeps_gradients_is_refused_where_they_are_views(rank, stage):
-    """Right in torch, where zero_grad() makes new ones."""
-    class Optimistic(Own):
-        def step_one(self, param, lr):
-            param.sub_(2 * param.grad - self.state[param].get("last", param.grad), alpha=lr)
-            self.state[param]["last"] = param.grad
-
+@on_ranks(2, kind=[Optimistic, WantsRequiresGrad])
+def test_a_class_that_keeps_gradients_is_refused_where_they_are_views(rank, stage, kind):
+    """Right in torch, where zero_grad() makes new ones; or where parameters require gradients."""
     if stage in (ONE, TWO):
-        trains_alike(pair_of(rank, stage, Optimistic), stage)
+        trains_alike(pair_of(rank, stage, kind), stage)
     else:
-        error = error_of(lambda: optimizer_of(stage)([parameter_of(0, rank)], Optimistic), ValueError)
-        assert "Optimistic steps views otherwise than parameters" in error and "keep p.grad.clone()" in error
+        error = error_of(lambda: optimizer_of(stage)([parameter_of(0, rank)], kind), ValueError)
+        assert f"{kind.__name__} steps views otherwise than parameters" in error
+        assert "keep p.grad.clone()" in error
 
 
 def split_groups(self):

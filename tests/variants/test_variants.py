@@ -37,16 +37,12 @@ AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "fin
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_variant_has_thirty_lines_and_says_what_it_is_called_where_and_what_it_costs(path):
-    most = {"muon": 73, "by_bucket": 45, "hybrid": 60,  # hybrid is for two stages
-            "finite": 40, "remainder16": 36, "same_bits": 130}
+def test_a_variant_has_thirty_lines_and_says_what_it_costs(path):
+    most = {"muon": 73, "by_bucket": 45, "hybrid": 60, "finite": 40, "remainder16": 36, "same_bits": 130}
     assert len(code_lines(path)) <= most.get(path.stem, 30)
-    if path.stem == "by_bucket":  # half of three
-        return
-    opening = ast.get_docstring(ast.parse(path.read_text()))
-    assert all(word in opening.lower() for word in ("situation: ", "called elsewhere: ", "wire", "memory", "costs: "))
-    elsewhere = opening.partition("Called elsewhere: ")[2].partition("\nWire")[0]
-    assert all(system in elsewhere for system in ("Megatron-LM", "DeepSpeed", "FSDP2", "modded-nanogpt"))
+    if path.stem != "by_bucket":  # half of three
+        opening = ast.get_docstring(ast.parse(path.read_text()))
+        assert all(part in opening for part in ("Situation: ", "Called elsewhere: ", "Wire", "emory", "Costs: "))
 
 
 # ------------------------------------------------------------------------------------------------------------ equality
