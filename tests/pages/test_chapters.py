@@ -46,8 +46,8 @@ def is_in(code, source):
 
 @each_chapter
 def test_all_chapters_are_built_alike(chapter):
-    """An idea stands in one sentence in bold. No table is generated: tables stand in results/, caveats in the reference,
-    to which a chapter sends its reader once."""
+    """An idea stands in one sentence in bold. No table is generated: tables stand in results/, caveats in the
+    reference, to which a chapter sends its reader once."""
     text = page_of(chapter).text
     parts = parts_of(chapter)
     number = STAGES.index(chapter)
@@ -78,10 +78,18 @@ def test_the_walk_names_what_the_core_has(chapter):
 
 
 def test_the_example_of_chapter_4_adds_up():
-    """The milliseconds that the chapter names follow from those that it assumes: a bucket leaves when its layer has
-    ended, and when the link is free; a layer begins when its parameters have arrived, and the layer before has ended."""
-    n_layers, forward_ms, backward_ms, message_ms = 4, 1, 2, 1.5
-    grads_ms = params_ms = forward_end_ms = 0.0
+    """The milliseconds that the chapter names follow from those that it assumes.
+
+    A bucket leaves when its layer has ended and the link is free. A layer begins when its parameters have arrived and
+    the layer before it has ended.
+    """
+    n_layers = 4
+    forward_ms = 1
+    backward_ms = 2
+    message_ms = 1.5
+    grads_ms = 0.0
+    params_ms = 0.0
+    forward_end_ms = 0.0
     for layer in range(n_layers):
         grads_ms = max(grads_ms, (layer + 1) * backward_ms) + message_ms
         params_ms += message_ms
