@@ -73,7 +73,7 @@ class Chained:
     def finish_grad_sync(self, **arguments):
         """Average the gradients of each optimizer. Raises what it raises, on every rank of the chain for a nan."""
         for optimizer in self.optimizers:
-            optimizer._average_and_divide(arguments)
+            optimizer.sync_grads(**arguments)
         if self._checks_grads:
             self._bad_grads = agree_on_bad_grads(self)
 

@@ -7,7 +7,7 @@ that it defines replaces the one here, because super() is the core in both class
     _takes_dtensors, _takes_channels_last   of parameters
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
-    _average_grads(arguments)   average the gradients unless that is done; return whether it did anything
+    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new
     _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also of a buffer
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
@@ -26,12 +26,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer
 
-from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
-from .hooks import closure_returns, untraced, without_global_hooks
-from .inner import InnerTensors, share_attributes
-from .refuse import callable_or_refusal, checked_groups, divisor_of, param_ids, silence_torch
+from .groups import (
+    all_params,
+    copy_hyperparameters,
+    error_if_settings_differ,
+    hyperparameters,
+    settings_of,
+    share_attributes,
+)
+from .hooks import GLOBAL_HOOKS, call_hooks_around_step, closure_returns, without_global_hooks
+from .refuse import callable_or_refusal, checked_groups, divisor_of, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
 from .schema import schema_of
 from .skipping import is_left_out
@@ -43,7 +48,7 @@ RANGE = (13,)  # the shape of a piece to find out with: a number that nothing el
 
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
-    _average_grads: Callable[[dict], bool]
+    _before_average: Callable[[dict], bool]
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
     _main_to_save = staticmethod(torch.Tensor.detach)  # of a main parameter, what a state_dict has
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -59,9 +64,10 @@ class Guarded(torch.optim.Optimizer):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torch(self)
+        classes = type(self).__mro__
+        call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core, whose step ours ends in
         self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
-        self._inner_tensors = InnerTensors()
         return checked_groups(self, params, settings)
 
     @property
@@ -93,8 +99,6 @@ class Guarded(torch.optim.Optimizer):
         self._watch_shards(groups)
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
         share_attributes(groups, own_groups, param_of)
-        for main in [main for group in own_groups for main in group["params"] if main is not param_of[main]]:
-            self._inner_tensors.add(main, main.grad)
         return own_groups
 
     def _watch_shards(self, groups):
@@ -103,13 +107,21 @@ class Guarded(torch.optim.Optimizer):
     def _note_shards(self):
         # Both are -1 on a rank that is in no process group since reshard().
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges(),
+        self._params = all_params(self)
+        self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(),
                                    weakref.WeakMethod(self._names_in_state))
-        self._known_params = param_ids(self.param_groups)
+        self._known_params = self._param_ids()
+        n_averaged = self._n_averaged
+        n_ranks = dist.get_world_size(self._agreement_group)
+        self._grad_factor = n_averaged / divisor_of(self.average_over, n_averaged, n_ranks)
+
+    def _param_ids(self):
+        return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _move_to(self, process_group):
         """Take the shards of this rank in `process_group`, without state, after the old shards were given up."""
-        self.process_group, self._n_steps, self._inner_tensors = process_group, 0, InnerTensors()
+        self.process_group = process_group
+        self._n_steps = 0
         if dist.get_rank(process_group) >= 0:
             own_groups = self.shard(self.param_groups)
         else:
@@ -117,7 +129,7 @@ class Guarded(torch.optim.Optimizer):
         self.optimizer = self.make_optimizer(own_groups)
         self._note_shards()
 
-    @untraced
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients, update what this rank owns, send updated parameters to all ranks. Collective.
@@ -131,47 +143,49 @@ class Guarded(torch.optim.Optimizer):
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        if param_ids(self.param_groups) != self._known_params:
+        if self._param_ids() != self._known_params:
             raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                                "the optimizer anew")
-        if grad_scaler is None and not self._checks_grads:
-            return self._step_with_hooks(closure)
-        if closure is not None:  # called before it is known whether there is a step
-            with torch.enable_grad():
-                loss = closure()
-
-            def closure():
-                return loss
-        self.finish_grad_sync()
-        if is_left_out(self, grad_scaler):
-            self._leave_out_step()
-            return None if closure is None else mean_loss(self, closure, self._agreement_group)
-        return self._step_with_hooks(closure)
-
-    step.hooked = True  # torch then leaves the hooks to _step_with_hooks
-
-    @Optimizer.profile_hook_step
-    def _step_with_hooks(self, closure=None):
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
-        self.finish_grad_sync()
-        self._states.cut_whole_tensors()
-        self._take_model_changes()
-        with without_global_hooks(), closure_returns(loss, self.optimizer, closure):  # the phases of the core's step
-            self.step_own()
-        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
-        self.sync_params()
-        self._n_steps += 1
+        if grad_scaler is not None or self._checks_grads:
+            self.finish_grad_sync()
+            if is_left_out(self, grad_scaler):
+                self._leave_out_step()
+                return loss
+        if closure is None:
+            super().step()
+        else:
+            with closure_returns(loss, self.optimizer):
+                super().step()
         return loss
+
+    step.hooked = True  # torch then calls hooks around the core's step alone
 
     def _leave_out_step(self):
         self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
         if self._checks_grads:
             self.n_skipped += 1
 
+    @torch.no_grad()
+    def sync_grads(self, **arguments):
+        """Average the gradients as the core does, unless that is done, and divide by `average_over`.
+
+        arguments: of `clip_grad_norm_` or `scale_grads_`; stage 4 compares them between the ranks.
+        """
+        are_new = self._before_average(arguments)
+        super().sync_grads()
+        if are_new and self._grad_factor != 1:
+            multiply_grads(self._averaged_params(), self._grad_factor)
+
     def step_own(self):
-        """Step as the core does, whatever the class does with the tensors that it steps."""
-        with self._inner_tensors.kept(self.optimizer):
+        """Step as the core does, from what others have written into the model and into the state."""
+        if self._states.accessed_params:
+            self._states.cut_whole_tensors()
+        self._take_model_changes()
+        with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext():
             super().step_own()
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
+        self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
@@ -194,25 +208,16 @@ class Guarded(torch.optim.Optimizer):
                 replaced; or `arguments` or the parameter groups of the ranks differ, in lr for example. In stage 4
                 raised on every rank, unless the ranks have agreed already, in `clip_grad_norm_` say.
         """
-        self._average_and_divide(arguments)
+        self.sync_grads(**arguments)
         if self._bad_grads and not self.skip:
             error = RuntimeError(self._bad_grads)
             self.zero_grad()
             raise error
 
-    def _average_and_divide(self, arguments):
-        if self._average_grads(arguments) and self._grad_factor != 1:
-            multiply_grads(self._averaged_params(), self._grad_factor)
-
     @property
     def _n_averaged(self):
         """Return how many gradients `finish_grad_sync` averages, one of each rank, before `average_over` counts."""
         return dist.get_world_size(self._agreement_group)
-
-    @property
-    def _grad_factor(self):
-        n_ranks = dist.get_world_size(self._agreement_group)
-        return self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
 
     def _refuse_late_backward(self):
         """Refuse gradients that come after the average, if they would be added to scaled ones."""
@@ -357,9 +362,6 @@ def mean_loss(optimizer, closure, process_group):
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
     dist.all_reduce(loss, group=process_group)
     return loss / dist.get_world_size(process_group)
-
-
-Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step"  # in the error of a wrong argument
 
 
 class ForwardedAttribute(property):

@@ -83,10 +83,6 @@ def backends_of(process_group):
     return config.get_device_backend_map()
 
 
-def param_ids(groups):
-    return [[id(param) for param in group["params"]] for group in groups]
-
-
 def check_params(named, takes_dtensors):
     first_name, first = named[0]
     for name, param in named:

@@ -63,21 +63,14 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _grads_elsewhere(self):
         return any(buffer.in_main_grad for buffer in self.buffers)
 
-    def _average_grads(self, arguments):
-        """Average; a missing gradient is zero. A frozen parameter is updated only if its owner had a gradient."""
+    def _before_average(self, arguments):
         for buffer in self.buffers:
             buffer.refuse_changes(self.param_groups)
-        was_synced = any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)
-        self.sync_grads()
-        return not was_synced
+        return not any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)
 
     def _take_model_changes(self):
         for buffer in self.buffers:
             buffer.take_model_changes()
-
-    def sync_params(self):
-        super().sync_params()
-        self.zero_grad()  # the buffer still holds parameters
 
     def _owned_ranges(self):
         for buffer in self.buffers:

@@ -2,11 +2,18 @@
 
 In a *round* every bucket is sent once. Each backward pass is a round; a gradient that it doesn't compute is sent as
 zero when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
-the ranks agree on which parameters were used and on the number of rounds. Shown by tests/stages/test_rounds.py,
-tests/stages/test_overlap.py, and tests/stages/test_models.py.
+the ranks agree on which parameters were used and on the number of rounds.
+
+A bucket survives other code. The next step starts from what load_state_dict() has written into the model. A gradient
+may be sparse, missing, or the partial sum of a DTensor. Each parameter has its own storage, because safetensors,
+accelerate and pickle treat views of one storage as one tensor.
+
+Shown by tests/stages/test_rounds.py, tests/stages/test_overlap.py, tests/stages/test_hostile.py, and
+tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,16 +22,101 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, comparable_settings, error_if_settings_differ, settings_of
+from guard.groups import InnerTensors, all_params, error_if_settings_differ, settings_of
 from guard.guarded import Guarded
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
+from guard.states import update_main_param
 
-from .awaited import AwaitedBucket, wait_for_own
+from .awaited import BUCKETS, awaited, wait_for_own
+from .buffer import Bucket
 from .drops import forget_arrived, keep_under_way, next_tag
-from .dtensor import local_parts
+from .dtensor import local, local_parts
 from .optimizer import ShardedOptimizer
 from .rounds import BackwardPass, Rounds, agree_on_rounds, error_of, what_is_wrong
+
+
+class GuardedBucket(Bucket):
+    """A bucket that notices what other code does to its parameters, and gives main parameters their memory again.
+
+    Attributes:
+        main_grads: parameter -> the gradient of its main parameter.
+        written: all tensors that others may write into: each parameter, and the local tensor of a DTensor.
+        versions: autograd's version counter of each tensor in `written`; a later write changes it.
+        kinds: class of parameters -> their class while they are in flight.
+    """
+
+    tensor_of = staticmethod(local)
+
+    def partition(self):
+        flat = self.flat_params
+        if type(flat) is torch.Tensor and not flat.is_meta:  # a FakeTensor has no memory
+            for tensor, view in zip(self.tensors, self.views):
+                tensor.data = torch.from_dlpack(view)  # another storage on the same memory, which it keeps alive
+        super().partition()
+        self.main_grads = {param: main.grad for param, main in self.main_params.items()}
+        self.inner_tensors = InnerTensors(self.main_params.values())
+        self.zero = flat.new_zeros(())
+        self.addresses = [view.data_ptr() for view in self.views]
+        BUCKETS[self] = None
+        self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
+        self.written = list(dict.fromkeys([*self.params, *self.tensors]))
+        self.note_new_params()
+
+    def grads(self):
+        """Return dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
+        grads = super().grads()
+        for index, grad in enumerate(grads):
+            if grad is None:
+                grads[index] = self.zero.expand_as(self.tensors[index])
+            elif type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                if hasattr(self.params[index], "placements"):
+                    grad = local(grad.redistribute(placements=self.params[index].placements))
+                grads[index] = grad.to_dense()
+        return grads
+
+    def note_new_params(self):
+        """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""
+        torch.autograd.graph.increment_version(self.written)
+        self.versions = [tensor._version for tensor in self.written]
+
+    def take_model_changes(self):
+        """Update main_shard if somebody has written into the parameters."""
+        if self.versions != [tensor._version for tensor in self.written]:
+            update_main_param(self.parameter.main_shard, self.parameter.shard)
+
+    def moved_params(self):
+        """Return parameters whose `data` was replaced, so that they are no longer views of `flat_params`."""
+        if list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses:
+            return []
+        return [param for param, tensor, address in zip(self.params, self.tensors, self.addresses)
+                if tensor.data_ptr() != address]
+
+    def start_param_sync(self):
+        """Change the class of the parameters first: from now on, reading one waits for it."""
+        self.inner_tensors.take_back()
+        self.note_new_params()
+        for kind in self.kinds.values():
+            kind.bucket = self
+        for param in self.params:
+            param.__class__ = self.kinds[type(param)]
+        super().start_param_sync()
+
+    def finish_param_sync(self):
+        was_in_flight = self.param_sync is not None
+        with torch._C.DisableTorchFunctionSubclass():  # or this would wait for itself
+            super().finish_param_sync()
+        if was_in_flight:
+            for param in self.params:
+                param.__class__ = type(param).kind
+            for kind in self.kinds.values():
+                kind.bucket = None
+
+
+@functools.cache
+def guarded(bucket_class):
+    """Return the class of a guarded bucket of a core, or of a variant."""
+    return type(f"Guarded{bucket_class.__name__}", (GuardedBucket, bucket_class), {})
 
 
 class DistributedOptimizer(Guarded, ShardedOptimizer):
@@ -67,9 +159,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
-        # By id, as in Bucket.ready, because a tensor's own hash is slow.
-        self._watched: dict = {}  # id of a parameter -> (handle of our hook, dict of all its hooks, its bucket)
-        self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
+        self.bucket_class = guarded(self.bucket_class)
+        self._watched: dict = {}  # id of a parameter -> (handle of our hook, dict of all its hooks)
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **core_arguments)
@@ -91,7 +182,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes_gradient=True)
-        self._watched[id(param)] = handle, param._post_accumulate_grad_hooks, self.bucket_of[param]
+        self._watched[id(param)] = handle, param._post_accumulate_grad_hooks
 
     # ------------------------------------------------------------------------------------------- in the backward pass
 
@@ -119,17 +210,16 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if rounds.is_accumulating or not rounds.is_open:
             rounds.waiting.add(id(param))
             return
-        handle, all_hooks, bucket = self._watched[id(param)]
+        handle, all_hooks = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
             # The user's hooks run after ours. So that they see this gradient, it is sent with the next one.
-            bucket.ready.discard(id(param))  # a re-entrant checkpoint may have computed it once before
+            bucket = self.bucket_of[param]
+            bucket.ready.discard(param)  # a re-entrant checkpoint may have computed it once before
             self.send_full_buckets()
             if rounds.is_open:
-                bucket.ready.add(id(param))
+                bucket.ready.add(param)
         else:
-            bucket.ready.add(id(param))
-            if len(bucket.ready) == len(bucket.params):  # is_full, without a call for each parameter
-                self.send_full_buckets()
+            super().on_grad_ready(param)
 
     def _begin_round(self):
         rounds = self._rounds
@@ -137,7 +227,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
         rounds.is_open = rounds.went_backward = True
         for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
-            bucket.ready.update([id(param) for param in bucket.params if not param.requires_grad])
+            bucket.ready.update([param for param in bucket.params if not param.requires_grad])
 
     def _end_backward(self):
         """Send gradients that the pass didn't compute as zero, at once: another rank may have them, and wait for us."""
@@ -147,7 +237,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _finish_round(self):
         for bucket in self.queue:
-            bucket.ready.update(map(id, bucket.params))
+            bucket.ready.update(bucket.params)
         self.send_full_buckets()
 
     def send_grads(self, bucket):
@@ -171,7 +261,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _grads_elsewhere(self):
         return self._rounds.went_backward
 
-    def _average_grads(self, arguments):
+    def _before_average(self, arguments):
+        """Agree with the other ranks, and send every gradient that hasn't been sent."""
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
@@ -179,20 +270,23 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if error:
             self.zero_grad()
             raise error
-        self.sync_grads()
         return not was_synced
 
     def _agree(self, arguments):
-        """Send every gradient, and finish the same number of rounds on each rank. Return what `what_is_wrong` does."""
-        rounds, params = self._rounds, all_params(self)
-        wrong = what_is_wrong(rounds, params, self.buckets)
+        """Send every gradient, and finish the same number of rounds on each rank.
+
+        Returns for each parameter what is wrong with its gradient, on some rank, or 0.
+        """
+        rounds = self._rounds
+        params = self._params
+        faults = what_is_wrong(rounds, params, self.buckets)
         if rounds.is_synced:  # the ranks have agreed before: the others would not answer
-            return wrong
+            return [faults.get(id(param), 0) for param in params]
         if rounds.is_open or not rounds.n:
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
-        rounds.settings = {**comparable_settings(arguments), **settings_of(self.param_groups)}
-        used, wrong, n_rounds = agree_on_rounds(rounds, params, wrong, self._agreement_group)
+        rounds.settings = settings_of(self.param_groups, arguments)
+        used, wrong, n_rounds = agree_on_rounds(rounds, params, faults, self._agreement_group)
         while rounds.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
         unused = {param for param, is_used in zip(params, used) if not is_used and id(param) not in rounds.with_zeros}

@@ -138,7 +138,7 @@ def test_super_is_the_core_in_every_class_of_a_guard(stage):
     """So that each method has one place that says in which order things happen."""
     guards = [cls for cls in optimizer_of(stage).__mro__ if issubclass(cls, Guarded)]
     called = [re.findall(r"super\(\)\.(\w+)", inspect.getsource(cls)) for cls in guards]
-    assert {"shard", "sync_params"} <= set(sum(called, [])) and guards[-1] is Guarded
+    assert {"shard", "sync_grads", "step_own", "step"} <= set(sum(called, [])) and guards[-1] is Guarded
     for n, names in enumerate(called):
         assert not [name for name in names for behind in guards[n + 1 :] if name in vars(behind)], guards[n]
 

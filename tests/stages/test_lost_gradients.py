@@ -25,7 +25,6 @@ KINDS = {  # name -> package, dtype, arguments
        for name in ("finite", "muon", "offload", "per_parameter", "wire16")},
     "variants.remainder16": ("variants.remainder16", torch.bfloat16, {}),
     "hybrid": ("tests.variants.on_pairs", torch.float32, {}),
-    "hybrid of stage 3": ("tests.variants.on_pairs_of_stage_3", torch.float32, {}),
 }
 
 

@@ -195,7 +195,7 @@ def test_what_is_written_into_the_model_counts_for_a_class_that_assigns_data(ran
     pair.assert_same(is_exact=False)
 
 
-@pytest.mark.parametrize("stage", ["tests.variants.on_pairs", "tests.variants.on_pairs_of_stage_3"])
+@pytest.mark.parametrize("stage", ["tests.variants.on_pairs"])
 @on_ranks(4, kind=KINDS)
 def test_a_class_of_ones_own_trains_as_in_plain_torch_on_a_mesh(rank, stage, kind):
     trains_alike(pair_of(rank, stage, KINDS[kind]), stage)

@@ -25,7 +25,7 @@ FOUR, FINITE = STAGES[3], "variants.finite"
 
 
 class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, finite.CheckedOptimizer,
-                   hybrid.ReplicasOfStage4):
+                   hybrid.Replicas):
     """Two variants that combine."""
 
 
@@ -114,7 +114,6 @@ ARRANGEMENTS = {
     **{f"{stage}, {function.__name__}": (stage, function) for stage in STAGES
        for function in (alone, in_a_chain, with_experts)},
     "hybrid": ("tests.variants.on_pairs", alone),
-    "hybrid of stage 3": ("tests.variants.on_pairs_of_stage_3", alone),
     "hybrids in a chain": ("tests.variants.on_pairs", in_a_chain),
     "muon in a chain": ("variants.muon", in_a_chain),
 }
