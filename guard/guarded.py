@@ -1,14 +1,17 @@
 """What the DistributedOptimizer of every stage does around its core, in which order.
 
-Situation: training, from the constructor to a save. The class in a stage's `distributed.py` adds what differs. A method
-that it defines replaces the one here, because super() is the core in both classes. It defines:
+Situation: training, from the constructor to a save. Python looks a method up in three classes, in this order: the
+DistributedOptimizer of a stage's `distributed.py`, which has what differs between stages; Guarded; and the core. A
+method stands in one of the first two at most, so that `super()` means the core in both. `step` ends in the core's
+`step`, which calls `sync_grads`, `step_own` and `sync_params`: the guard hangs on these. A stage's class defines:
 
-    _refuse(named), _probe(make_optimizer, groups)   raise an error for what the stage can't train
-    _takes_dtensors, _takes_channels_last   of parameters
+    _refuse(named)              raise an error for parameters that the stage can't train; return what they store
+    _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
+    _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
     _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new
-    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also of a buffer
+    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also a buffer may have it
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
     _grads_elsewhere            whether there were gradients that are not in param.grad
@@ -36,29 +39,25 @@ from .groups import (
     share_attributes,
 )
 from .hooks import GLOBAL_HOOKS, call_hooks_around_step, closure_returns, without_global_hooks
-from .refuse import callable_or_refusal, checked_groups, divisor_of, silence_torch
+from .refuse import checked_groups, divisor_of, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
 from .schema import schema_of
-from .skipping import is_left_out
+from .skipping import found_inf
 from .state_dict import load_state_dicts, state_dict_of
 from .states import MAIN_PARAM, ByParameter
 
-RANGE = (13,)  # the shape of a piece to find out with: a number that nothing else in a state is likely to have
+RANGE = (13,)  # shape of a trial tensor that stands for a piece: nothing else in a state is likely to have 13 elements
 
 
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
     _before_average: Callable[[dict], bool]
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
-    _main_to_save = staticmethod(torch.Tensor.detach)  # of a main parameter, what a state_dict has
+    _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
     _chain: Any = None  # a weak reference to the Chained that has this optimizer
-    _checks_grads = False  # whether it looks for a nan before the update: variants/finite.py, which has the next two
-    skip: bool  # whether it leaves a step with a nan out instead of raising
-    n_skipped: int
-    _bad_grads = ""  # the error of what it has found, the same on all ranks of _agreement_group
-    _n_steps = 0  # since the shards were made; the count in a state_dict that is loaded goes on
+    _n_steps = 0  # how many steps were taken since the shards were made, and before a state_dict that was loaded
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
@@ -66,13 +65,16 @@ class Guarded(torch.optim.Optimizer):
         watch_torch(self)
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core, whose step ours ends in
-        self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
+        if not callable(optimizer_cls):
+            raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
+                            f"{type(optimizer_cls).__name__}")
+        self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)
 
     @property
     def _agreement_group(self):
-        """Return the group of all ranks that train the model. In variants/hybrid.py several groups share it out."""
+        """Return the group of all ranks that train the model: in variants/hybrid.py it is more than `process_group`."""
         return self.process_group
 
     @torch.no_grad()
@@ -80,10 +82,11 @@ class Guarded(torch.optim.Optimizer):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         if self._states is None:
             return super().add_param_group(param_group)
-        super().add_param_group(checked_groups(self, [*map(dict, self.param_groups), param_group], {})[-1])
+        *_, checked_group = checked_groups(self, [*map(dict, self.param_groups), param_group], {})
+        super().add_param_group(checked_group)
         for own_group in self.shard(self.param_groups[-1:]):
             self.optimizer.add_param_group(own_group)
-            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
+            # A class such as Adagrad makes a state in its constructor; torch < 2.13 forgets it in add_param_group().
             self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
         self._note_shards()
 
@@ -94,7 +97,7 @@ class Guarded(torch.optim.Optimizer):
             own_groups = super().shard(groups)
         else:  # an empty group, as a split by weight decay may make
             own_groups = [{**hyperparameters(group), "params": []} for group in groups]
-        # Autograd doesn't see the broadcast. With a new version it refuses a graph that has read the old values.
+        # Autograd doesn't see the broadcast. A new version lets it refuse a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
@@ -106,7 +109,8 @@ class Guarded(torch.optim.Optimizer):
 
     def _note_shards(self):
         # Both are -1 on a rank that is in no process group since reshard().
-        self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        self.rank = dist.get_rank(self.process_group)
+        self.world_size = dist.get_world_size(self.process_group)
         self._params = all_params(self)
         self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(),
                                    weakref.WeakMethod(self._names_in_state))
@@ -147,10 +151,10 @@ class Guarded(torch.optim.Optimizer):
             raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                                "the optimizer anew")
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
-        if grad_scaler is not None or self._checks_grads:
+        if grad_scaler is not None:
             self.finish_grad_sync()
-            if is_left_out(self, grad_scaler):
-                self._leave_out_step()
+            if found_inf(self, grad_scaler):
+                self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
                 return loss
         if closure is None:
             super().step()
@@ -160,11 +164,6 @@ class Guarded(torch.optim.Optimizer):
         return loss
 
     step.hooked = True  # torch then calls hooks around the core's step alone
-
-    def _leave_out_step(self):
-        self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
-        if self._checks_grads:
-            self.n_skipped += 1
 
     @torch.no_grad()
     def sync_grads(self, **arguments):
@@ -201,7 +200,7 @@ class Guarded(torch.optim.Optimizer):
         all ranks or on none, and before backward(). Collective.
 
         Args:
-            arguments: numbers that were given to the caller, by name. Stage 4 compares them between the ranks.
+            arguments: of `clip_grad_norm_` or `scale_grads_`. Stage 4 compares them between the ranks.
 
         Raises:
             RuntimeError: a parameter received no gradient in stage 4, or was assigned one too late, or its `data` was
@@ -209,14 +208,10 @@ class Guarded(torch.optim.Optimizer):
                 raised on every rank, unless the ranks have agreed already, in `clip_grad_norm_` say.
         """
         self.sync_grads(**arguments)
-        if self._bad_grads and not self.skip:
-            error = RuntimeError(self._bad_grads)
-            self.zero_grad()
-            raise error
 
     @property
     def _n_averaged(self):
-        """Return how many gradients `finish_grad_sync` averages, one of each rank, before `average_over` counts."""
+        """Return what the sum of gradients is divided by where `average_over` is None."""
         return dist.get_world_size(self._agreement_group)
 
     def _refuse_late_backward(self):
@@ -232,7 +227,7 @@ class Guarded(torch.optim.Optimizer):
         For example by ranks / tokens, where the losses are sums over tokens whose number is known late.
 
         Args:
-            factor: the same on every rank: a number, or a tensor without dimensions, which no host waits for.
+            factor: the same on every rank: a number, or a tensor without dimensions, whose value no host reads.
         """
         self.finish_grad_sync(factor=factor)
         multiply_grads(self._averaged_params(), factor)
@@ -327,17 +322,18 @@ class Guarded(torch.optim.Optimizer):
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
-    # Lightning and Fabric wrap the optimizer in an object whose class inherits from theirs and ours. Our methods would
-    # run with the wrapper as `self`: they would assign to the wrapper, and find the wrapped optimizer in
-    # `self.optimizer`, not the inner one. So such a class forwards our attributes to the wrapped optimizer:
-    # tests/stages/test_wrappers.py.
+    # Lightning and Fabric wrap an optimizer in an object of a new class, which inherits from their wrapper and from our
+    # class. A method of ours would then have the wrapper as `self`: it would assign to the wrapper, and would find the
+    # wrapped optimizer in `self.optimizer`, where it expects the inner one. So such a class forwards our attributes to
+    # the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        for kind in cls.__mro__:  # a class that is instantiated is no wrapper: those assign to __class__
+        # A class whose constructor is called is no wrapper class: a wrapper is made otherwise, and changes its class.
+        for kind in cls.__mro__:
             for name in [name for name, value in vars(kind).items() if isinstance(value, ForwardedAttribute)]:
                 delattr(kind, name)
         optimizer = super().__new__(cls)
-        optimizer._itself = weakref.ref(optimizer)  # a wrapper reads our attributes, or has copies of them
+        optimizer._itself = weakref.ref(optimizer)  # a wrapper copies this attribute, and so finds the optimizer
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
@@ -357,8 +353,6 @@ def mean_loss(optimizer, closure, process_group):
         loss = closure()
     if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
         return loss  # None, or a dict of losses for example
-    if hasattr(loss, "full_tensor"):  # a DTensor, maybe with partial sums
-        loss = loss.full_tensor()
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
     dist.all_reduce(loss, group=process_group)
     return loss / dist.get_world_size(process_group)

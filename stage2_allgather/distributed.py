@@ -15,6 +15,8 @@ class DistributedOptimizer(OfWholeParams, ShardedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.
         optimizer_cls: any torch optimizer class that updates each tensor by itself.
         process_group: the ranks that share the work; None means all ranks.
+        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
+            `process_group`. For experts, see docs/experts.md.
         average_gradients: False beneath DistributedDataParallel, which has averaged the gradients already.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 

@@ -24,6 +24,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, one device.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None means all ranks.
+        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
+            `process_group`. For experts, see docs/experts.md.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
             gradients in the dtype of their parameter, in `param.grad`. Either one is a view of the buffer.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.

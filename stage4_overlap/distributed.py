@@ -131,6 +131,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             dimension of the mesh.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None means all ranks.
+        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
+            `process_group`. For experts, see docs/experts.md.
         bucket_cap_mb: size at which a bucket is closed, in MiB; None means a twentieth of the parameters, from 1 to 25.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order. This matters on NCCL, which would
             sum them in 16 bits; gloo uses fp32 anyway.
@@ -148,7 +150,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     _probe = staticmethod(check_elementwise)
     _takes_dtensors = True
-    _param_grad_holds = "nothing"  # or a gradient that waits for its round
+    _param_grad_holds = "nothing"  # except for gradients that wait for a later round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None,
@@ -193,11 +195,12 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         Without it every micro-batch is reduced into the shards: less memory, more communication. Gradients of 16 bits
         then add up in fp32, and here in 16 bits, which round each micro-batch.
         """
-        outside, self._rounds.is_accumulating = self._rounds.is_accumulating, True
+        was_accumulating = self._rounds.is_accumulating
+        self._rounds.is_accumulating = True
         try:
             yield
         finally:
-            self._rounds.is_accumulating = outside
+            self._rounds.is_accumulating = was_accumulating
 
     def on_grad_ready(self, param):
         rounds = self._rounds
@@ -206,13 +209,14 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds.is_synced = False
         if not rounds.is_accumulating and rounds.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
-        # A round that isn't open by now has sent all buckets, and a re-entrant checkpoint goes on.
+        # A pass may compute a gradient after its round has sent all buckets: a re-entrant checkpoint does. It waits for
+        # the next round.
         if rounds.is_accumulating or not rounds.is_open:
             rounds.waiting.add(id(param))
             return
         handle, all_hooks = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
-            # The user's hooks run after ours. So that they see this gradient, it is sent with the next one.
+            # The user's hooks run after ours and must find this gradient, so it is sent when the next one is ready.
             bucket = self.bucket_of[param]
             bucket.ready.discard(param)  # a re-entrant checkpoint may have computed it once before
             self.send_full_buckets()
@@ -224,7 +228,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _begin_round(self):
         rounds = self._rounds
         self._end_backward()  # a pass that failed has left its round open
-        rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
+        # The queue of callbacks in torch's engine keeps the object alive until the pass ends.
+        rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))
         rounds.is_open = rounds.went_backward = True
         for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
             bucket.ready.update([param for param in bucket.params if not param.requires_grad])
@@ -314,16 +319,17 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """Drop the gradients, including those already sent.
 
         Gradients become None, whatever `set_to_none` says. As in torch, it decides what becomes of a parameter that is
-        unused in the next step: True skips the parameter, False updates it by a gradient of zeros. Collective after a
-        backward pass, because what was sent must be received: every rank must have run one. A pass that failed before
-        its first gradient doesn't count; if that happens on some ranks only, the other ranks wait for them.
+        unused in the next step: True skips the parameter, False updates it by a gradient of zeros.
+
+        Collective after a backward pass, because what was sent must be received. If a rank has run none, or one that
+        failed before its first gradient, the other ranks wait for it.
         """
         rounds = self._rounds
         if rounds.waiting or rounds.went_backward:
             self._agree({})
         rounds.start()
         rounds.zero(rounds.with_grad, set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():  # reads each param.grad, but no parameter: needn't wait
+        with torch._C.DisableTorchFunctionSubclass():  # it reads param.grad alone, so it needn't wait for parameters
             super().zero_grad(set_to_none)
 
     @torch.no_grad()

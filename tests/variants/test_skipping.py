@@ -24,8 +24,7 @@ from variants import finite, hybrid
 FOUR, FINITE = STAGES[3], "variants.finite"
 
 
-class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, finite.CheckedOptimizer,
-                   hybrid.Replicas):
+class FiniteHybrid(on_pairs.OnPairs, finite.DistributedOptimizer, hybrid.Replicas):
     """Two variants that combine."""
 
 
@@ -65,15 +64,6 @@ def with_experts(rank, make):
     return model, Chained(make(model.dense.named_parameters()), of_expert)
 
 
-def expert_is_checked(rank, make):
-    """The dense part is stage 4's: only its rank knows of a nan that it doesn't have."""
-    model = Model(rank, ep=pairs()[rank // 2])
-    edp = pairs()[2 + rank % 2]
-    expert = (make if rank % 2 else functools.partial(sgd_of, FOUR))(
-        model.expert.named_parameters(), process_group=edp, average_over=dist.group.WORLD)
-    return model, Chained(sgd_of(FOUR, model.dense.named_parameters()), expert)
-
-
 def spoil(module, factor):
     """Multiply the gradient of the module's weight, once; with 1 nothing changes."""
     return module.weight.register_hook(lambda grad: grad * factor)
@@ -81,12 +71,6 @@ def spoil(module, factor):
 
 def values(model):
     return torch.cat([param.detach().view(-1) for param in model.parameters()])
-
-
-def assert_same_on_all_ranks(number):
-    numbers = [None] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    assert len(set(numbers)) == 1, numbers
 
 
 def train(rank, model, optimizer, backward, step, spoilt):
@@ -142,25 +126,13 @@ def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, bad_rank, lay
     torch.testing.assert_close(history[1], first)
 
 
-OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain), "experts": (FINITE, with_experts),
-             "an expert that is checked": (FINITE, expert_is_checked), "hybrid": (FiniteHybrid, alone),
-             "hybrids in a chain": (FiniteHybrid, in_a_chain)}
-
-
-def finite_of(kind, params, **kwargs):
+@pytest.mark.parametrize("kind", [FINITE, FiniteHybrid], ids=["finite", "finite hybrid"])
+@on_ranks(4, bad_rank=range(4), arrange=[alone, in_a_chain], layer=["dense", "expert"], clips=[False, True])
+def test_finite_raises_on_all_ranks(rank, kind, bad_rank, arrange, layer, clips):
+    """The error names the rank that has the nan; no optimizer has stepped."""
     make = kind if isinstance(kind, type) else optimizer_of(kind)
-    return make(params, torch.optim.SGD, lr=1.0, **kwargs)
-
-
-@pytest.mark.parametrize("arrangement", OF_FINITE)
-@on_ranks(4, bad_rank=range(4), layer=["dense", "expert"], clips=[False, True], skip=[False, True])
-def test_finite_skips_or_raises_on_all_ranks(rank, arrangement, bad_rank, layer, clips, skip):
-    """An error names the rank that has the nan; with `skip` the step is left out in each optimizer."""
-    kind, arrange = OF_FINITE[arrangement]
-    if arrange is expert_is_checked and (layer == "dense" or bad_rank % 2 == 0):
-        return  # nobody looks there
-    model, optimizer = arrange(rank.rank, functools.partial(finite_of, kind, skip=skip))
-    errors, parts = [], getattr(optimizer, "optimizers", [optimizer])
+    model, optimizer = arrange(rank.rank, lambda params: make(params, torch.optim.SGD, lr=1.0))
+    errors = []
 
     def step():
         try:
@@ -169,31 +141,32 @@ def test_finite_skips_or_raises_on_all_ranks(rank, arrangement, bad_rank, layer,
             optimizer.step()
         except RuntimeError as error:
             errors.append(str(error))
-            assert not any(part.has_grads for part in parts)
 
     history = train(rank.rank, model, optimizer, torch.Tensor.backward, step,
                     getattr(model, layer) if rank.rank == bad_rank else None)
     assert_second_is_left_out(history)
-    words = "a gradient is nan or inf: of parameter "
-    assert len(errors) == (0 if skip else 1) and all(words in error for error in errors)
-    assert all(f"weight on rank {bad_rank}" in error for error in errors)
-    assert all(part.n_skipped == int(skip) for part in parts if hasattr(part, "n_skipped"))
+    (error,) = errors
+    assert "a gradient is nan or inf: of parameter " in error and f"weight on rank {bad_rank}" in error
+
+
+@on_ranks(2)
+def test_finite_is_refused_for_experts(rank):
+    """Ranks outside of their process group would wait for ranks that have raised."""
+    error = error_of(lambda: sgd_of(FINITE, [nn.Parameter(torch.zeros(5))], average_over=2), ValueError)
+    assert error == "variants/finite.py takes no average_over: ranks outside of process_group would wait"
 
 
 # ------------------------------------------------------------------------------- what a step that is left out leaves
 
 
-def left_out(rank, how):
+def left_out(rank):
     """Return a parameter, its optimizer, and a function that takes a step, which a nan spoils if it is told so."""
     param = nn.Parameter(torch.zeros(5))
-    optimizer = sgd_of(FOUR, [param]) if how == "scaler" else sgd_of(FINITE, [param], skip=True)
+    optimizer = sgd_of(FOUR, [param])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
     def step(is_bad, closure=None):
         loss = param.sum() * (math.nan if is_bad and rank.rank == 0 else 1)
-        if how == "finite":
-            loss.backward()
-            return optimizer.step(closure)
         scaler.scale(loss).backward()
         result = scaler.step(optimizer, *[closure] * (closure is not None))
         scaler.update()
@@ -201,10 +174,10 @@ def left_out(rank, how):
     return param, optimizer, step
 
 
-@on_ranks(2, how=["finite", "scaler", "both"])
-def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank, how):
+@on_ranks(2)
+def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
     """Under a warm-up the first step is left out. A count of an average's steps doesn't go on."""
-    param, optimizer, step = left_out(rank, how)
+    param, optimizer, step = left_out(rank)
     calls = []
     hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("any before")),
              register_optimizer_step_post_hook(lambda *_: calls.append("any after")),
@@ -222,9 +195,9 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank, how):
         hook.remove()
 
 
-@on_ranks(2, how=["finite", "scaler", "both"], is_bad=[False, True])
-def test_a_closure_is_called_once_whether_the_step_is_left_out_or_not(rank, how, is_bad):
-    _, _, step = left_out(rank, how)
+@on_ranks(2, is_bad=[False, True])
+def test_a_closure_is_called_once_whether_the_step_is_left_out_or_not(rank, is_bad):
+    _, _, step = left_out(rank)
     calls = []
     assert step(is_bad, lambda: calls.append(0) or float(rank.rank)) == 0.5
     assert calls == [0]

@@ -259,18 +259,6 @@ def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
     assert all((param == 0).all() for _, param in weights)  # nothing is left of it
 
 
-@on_ranks(of=[core_of, optimizer_of])
-def test_finite_leaves_out_and_counts_a_step_on_all_ranks(rank, of):
-    """The last rank has a nan in the first step of two, which moves nothing, nor the state: momentum begins later."""
-    weights = [nn.Parameter(torch.ones(40)) for _ in range(3)]
-    optimizer = of("variants.finite")(weights, torch.optim.SGD, lr=1.0, momentum=0.5, bucket_cap_mb=1e-6, skip=True)
-    for step, moved_to in enumerate([1, 0, -1.5]):
-        factor = math.nan if step == 0 and rank.rank == rank.world_size - 1 else 1
-        sum((param * factor).sum() for param in weights).backward()
-        optimizer.step()
-        assert all((param == moved_to).all() for param in weights) and optimizer.n_skipped == 1
-
-
 @on_ranks(4, accumulation_steps=[1, 3, math.inf], n_passes=[1, 3])
 def test_hybrid_may_average_over_the_groups_in_the_last_pass_alone(rank, accumulation_steps, n_passes):
     """Four buckets, of which a rank has 16 elements each. What its host agrees on has integers."""
