@@ -61,6 +61,7 @@ class Chained:
     param_groups = property(lambda self: [group for part in self.optimizers for group in part.param_groups])
     state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
     zero_grad = method_of_each("zero_grad")
+    set_requires_gradient_sync = method_of_each("set_requires_gradient_sync")
     prefetch_params, finish_param_sync = map(method_of_each, ("prefetch_params", "finish_param_sync"))  # of stage 4
 
     _grads_elsewhere = property(lambda self: any(optimizer._grads_elsewhere for optimizer in self.optimizers))

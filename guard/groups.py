@@ -61,8 +61,7 @@ def share_attributes(groups, own_groups, param_of):
     """
     for group, own_group in zip(groups, own_groups):
         for main in own_group["params"]:
-            if type(main) is torch.Tensor:  # a FakeTensor has its device in that dict
-                main.__dict__ = param_of[main].__dict__
+            main.__dict__ = param_of[main].__dict__
         if "param_names" in group:
             name_of = dict(zip(group["params"], group["param_names"]))
             own_group["param_names"] = [name_of[param_of[main]] for main in own_group["params"]]

@@ -14,6 +14,7 @@ method stands in one of the first two at most, so that `super()` means the core 
     _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also a buffer may have it
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
+    _stage, _buffers_in_words() what repr() shows
     _grads_elsewhere            whether there were gradients that are not in param.grad
     _param_grad_holds           what torch's clipping would find in param.grad, see guard/scaling.py; also of a buffer
 
@@ -52,6 +53,7 @@ RANGE = (13,)  # shape of a trial tensor that stands for a piece: nothing else i
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
     _before_average: Callable[[dict], bool]
+    _stage: int
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
     _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -181,7 +183,7 @@ class Guarded(torch.optim.Optimizer):
         if self._states.accessed_params:
             self._states.cut_whole_tensors()
         self._take_model_changes()
-        with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext():
+        with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext(), named("inner step"):
             super().step_own()
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
         self._n_steps += 1
@@ -189,6 +191,9 @@ class Guarded(torch.optim.Optimizer):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
         return contextlib.nullcontext()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Begin or end what `no_sync` does, as FSDP2's method of this name does."""
 
     @torch.no_grad()
     def finish_grad_sync(self, **arguments: Any) -> None:
@@ -319,6 +324,21 @@ class Guarded(torch.optim.Optimizer):
         if error := error_if_settings_differ(settings_of(self.param_groups), self.process_group):
             raise error
 
+    def __repr__(self):
+        """Return what this rank has of the model, and torch's text about the groups."""
+        if self._states is None:  # the constructor has failed
+            return super().__repr__()
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()
+                   if isinstance(value, torch.Tensor)]
+        n_own = sum(main.numel() for main in all_params(self.optimizer))
+        n_all = sum(getattr(param, "_local_tensor", param).numel() for param in self._params)
+        return (f"Stage {self._stage}, rank {self.rank} of {self.world_size}: updates {n_own:,} of {n_all:,} elements; "
+                f"state: {sum(tensor.nbytes for tensor in tensors):,} bytes{self._buffers_in_words()}\n"
+                f"{super().__repr__()}")
+
+    def _buffers_in_words(self):
+        return ""
+
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
@@ -345,6 +365,11 @@ class Guarded(torch.optim.Optimizer):
             for name in dir(base):
                 if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
                     setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
+
+
+def named(what):
+    """Return a context whose content has a name in torch.profiler; where no profiler runs, one that costs nothing."""
+    return torch.profiler.record_function(what) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 def mean_loss(optimizer, closure, process_group):

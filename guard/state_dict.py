@@ -237,6 +237,9 @@ def loaded(optimizer, state_dict) -> Loaded:
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"load_state_dict() takes what state_dict() returned, not a {type(state_dict).__name__} "
                          "without 'state' and 'param_groups'")
+    if "world_size" in state_dict:
+        raise ValueError("this state_dict was made by version 0.3 or before: load it with that version, and save a "
+                         "checkpoint.full_state_dict(optimizer)")
     states, saved_groups = state_dict["state"], state_dict["param_groups"]
     n_saved, n_own = ([len(group["params"]) for group in groups] for groups in (saved_groups, optimizer.param_groups))
     if n_saved != n_own:

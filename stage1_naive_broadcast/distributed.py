@@ -24,3 +24,5 @@ class DistributedOptimizer(OfWholeParams, ShardedOptimizer):
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
         ValueError: `optimizer_cls` updates all tensors together, as L-BFGS does, so a rank's share would differ.
     """
+
+    _stage = 1

@@ -36,6 +36,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             some parameters can't be kept in `grad_dtype`.
     """
 
+    _stage = 3
     buffer_class = GuardedBuffer
     _probe = staticmethod(check_elementwise)
 
@@ -78,6 +79,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         for buffer in self.buffers:
             for r, main in zip(buffer.ranges, buffer.main_params):
                 yield buffer.params[r.index], r.start, r.stop, main
+
+    def _buffers_in_words(self):
+        return f"; gradient buffers: {len(self.buffers)}, {sum(buffer.flat.nbytes for buffer in self.buffers):,} bytes"
 
     def move_to(self, process_group):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""

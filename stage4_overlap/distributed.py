@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from guard.groups import InnerTensors, all_params, error_if_settings_differ, settings_of
-from guard.guarded import Guarded
+from guard.guarded import Guarded, named
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
 from guard.states import update_main_param
@@ -44,13 +44,14 @@ class GuardedBucket(Bucket):
         written: all tensors that others may write into: each parameter, and the local tensor of a DTensor.
         versions: autograd's version counter of each tensor in `written`; a later write changes it.
         kinds: class of parameters -> their class while they are in flight.
+        name: what torch.profiler shows.
     """
 
     tensor_of = staticmethod(local)
 
     def partition(self):
         flat = self.flat_params
-        if type(flat) is torch.Tensor and not flat.is_meta:  # a FakeTensor has no memory
+        if not flat.is_meta:  # there is memory
             for tensor, view in zip(self.tensors, self.views):
                 tensor.data = torch.from_dlpack(view)  # another storage on the same memory, which it keeps alive
         super().partition()
@@ -100,11 +101,13 @@ class GuardedBucket(Bucket):
             kind.bucket = self
         for param in self.params:
             param.__class__ = self.kinds[type(param)]
-        super().start_param_sync()
+        with named(f"{self.name}: all-gather"):
+            super().start_param_sync()
 
     def finish_param_sync(self):
         was_in_flight = self.param_sync is not None
-        with torch._C.DisableTorchFunctionSubclass():  # or this would wait for itself
+        waiting = named(f"{self.name}: wait") if was_in_flight else contextlib.nullcontext()
+        with torch._C.DisableTorchFunctionSubclass(), waiting:  # or this would wait for itself
             super().finish_param_sync()
         if was_in_flight:
             for param in self.params:
@@ -148,6 +151,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             `reduce_dtype` is not one of the values above.
     """
 
+    _stage = 4
     _probe = staticmethod(check_elementwise)
     _takes_dtensors = True
     _param_grad_holds = "nothing"  # except for gradients that wait for a later round
@@ -180,6 +184,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return local_parts(named, self.process_group)
 
     def _watch_shards(self, groups):
+        for number, bucket in enumerate(self.buckets):
+            bucket.name = f"bucket {number}"
         self.idle[0].transport.tag = next_tag(self.process_group)  # both buffers have this transport
 
     def watch(self, param):
@@ -196,11 +202,15 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         then add up in fp32, and here in 16 bits, which round each micro-batch.
         """
         was_accumulating = self._rounds.is_accumulating
-        self._rounds.is_accumulating = True
+        self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._rounds.is_accumulating = was_accumulating
+            self.set_requires_gradient_sync(not was_accumulating)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Begin or end what `no_sync` does, as FSDP2's method of this name does."""
+        self._rounds.is_accumulating = not requires_gradient_sync
 
     def on_grad_ready(self, param):
         rounds = self._rounds
@@ -247,7 +257,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def send_grads(self, bucket):
         rounds, used = self._rounds, [id(param) for param in bucket.params if param.grad is not None]
-        super().send_grads(bucket)
+        with named(f"{bucket.name}: reduce-scatter"):
+            super().send_grads(bucket)
         rounds.used.update(used)
         rounds.waiting.difference_update(used)
         if not self.queue:  # this was the last bucket
@@ -372,6 +383,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         for bucket in self.buckets:
             for r, (param, main) in zip(bucket.ranges, bucket.main_params.items()):
                 yield param, r.start, r.stop, main
+
+    def _buffers_in_words(self):
+        return f"; buckets: {len(self.buckets)}, with buffers of {self.bucket_buffer_bytes:,} bytes"
 
     @property
     def bucket_buffer_bytes(self):

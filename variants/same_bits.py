@@ -199,6 +199,9 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         """Do nothing: micro-batches are sent once per step anyway, and each must be a leaf."""
         return contextlib.nullcontext()
 
+    def set_requires_gradient_sync(self, requires_gradient_sync):
+        """Do nothing, as `no_sync` does."""
+
     @property
     def _n_averaged(self):
         """Return the number of leaves: `average_over`, a number or the leaves of a group, then divides their sum."""

@@ -251,6 +251,8 @@ def test_a_file_of_one_rank_is_for_that_rank_and_a_whole_state_for_all(rank, sta
         again[0].load_state_dict(model.state_dict())
         again[1].load_state_dict(copy.deepcopy(state_dict))
         assert equal(full(again[1])["state"], before["state"])
+    old = {**own, "world_size": 2, "rank": rank.rank}
+    assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
 
 
 @on_ranks(2, stage=STAGES)

@@ -1,4 +1,7 @@
-"""What you read is what runs: a guarded step is the core's step, with what makes it reliable between its phases."""
+"""What you read is what runs: a guarded step is the core's step, with what makes it reliable between its phases.
+
+And what the optimizer says of itself.
+"""
 
 import sys
 from pathlib import Path
@@ -11,8 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import stage4_overlap
 import variants.finite
 from harness import FOUR
+from harness.ledger import Ledger
 from harness.take import CORE
-from tests.common import STAGES, one_rank_of, optimizer_of
+from tests.common import STAGES, on_ranks, one_rank_of, optimizer_of
+from tests.pairs import parameter_of, sgd_of
 from tests.ranks import ROOT
 from tests.stages.test_cores import core_of
 
@@ -83,3 +88,51 @@ def test_a_step_hook_runs_once_a_step_whichever_class_is_built_first(core, guard
                         assert calls == ["before", "after", "of all"]
     finally:
         handle.remove()
+
+
+# ---------------------------------------------------------------------------------------------- what it says of itself
+
+
+@pytest.mark.parametrize("stage, of_stage", list(zip(STAGES, [
+    "", "", "; gradient buffers: 1, 512 bytes", "; buckets: 1, with buffers of 512 bytes"])))
+def test_its_text_has_stage_ranks_elements_buckets_and_bytes_beside_torchs_groups(stage, of_stage):
+    with one_rank_of(2):
+        weight = nn.Parameter(torch.zeros(128))
+        optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.5, momentum=0.5)
+        weight.sum().backward()
+        optimizer.step()
+        n_own = 128 if stage in STAGES[:2] else 64
+        of_torch = repr(torch.optim.SGD([weight], lr=0.5, momentum=0.5)).replace("SGD", "DistributedOptimizer", 1)
+        number = STAGES.index(stage) + 1
+        line = f"Stage {number}, rank 0 of 2: updates {n_own} of 128 elements; state: {4 * n_own} bytes{of_stage}"
+        assert repr(optimizer) == f"{line}\n{of_torch}"
+
+
+def test_the_profiler_shows_what_stage_4_does():
+    with one_rank_of(2):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = optimizer_of(FOUR)(model.parameters(), torch.optim.SGD, lr=0.5, bucket_cap_mb=1e-6)
+        optimizer.prefetch_params(model)
+        with torch.profiler.profile() as profile:
+            for _ in range(2):
+                model(torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+    names = {event.name for event in profile.events()}
+    works = ("reduce-scatter", "all-gather", "wait")
+    assert {"inner step", *(f"bucket {number}: {work}" for number in range(4) for work in works)} <= names
+
+
+@on_ranks(2)
+def test_set_requires_gradient_sync_is_no_sync_in_two_calls(rank, stage):
+    """The first of two backward passes sends nothing; the step has the average of both."""
+    weight = parameter_of(0, rank, n=64)
+    optimizer = sgd_of(stage, [weight])
+    with Ledger() as ledger:
+        optimizer.set_requires_gradient_sync(False)
+        (weight.sum() * rank.rank).backward()
+        assert not ledger.entries
+        optimizer.set_requires_gradient_sync(True)
+        weight.sum().backward()
+        assert stage != FOUR or ledger.entries
+    optimizer.step()
+    assert weight.unique().tolist() == [-1.5]
