@@ -284,7 +284,6 @@ class Guarded(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        self.pass_on_hyperparameters()
         state_dict = state_dict_of(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -315,9 +314,6 @@ class Guarded(torch.optim.Optimizer):
         shape, dtype = self._stepped_as(param)
         schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
         return [*(schema.entries if schema else ()), *([MAIN_PARAM] if dtype != param.dtype else ())]
-
-    def pass_on_hyperparameters(self):
-        copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
 
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""

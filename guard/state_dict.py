@@ -346,4 +346,3 @@ def install(optimizer, ready):
                 group[key].copy_(value)
             else:
                 group[key] = value
-    optimizer.pass_on_hyperparameters()
