@@ -134,8 +134,7 @@ def test_a_method_of_a_class_behind_a_mixin_can_be_patched_before_there_is_an_in
     weight.sum().backward()
     optimizer.step()
     assert weight.eq(-1).all()
-    error = error_of(lambda: optimizer.step(inv_scale=2.0), TypeError)
-    assert error.startswith("DistributedOptimizer.step() got an unexpected keyword argument")
+    assert "step() got an unexpected keyword argument" in error_of(lambda: optimizer.step(inv_scale=2.0), TypeError)
 
 
 @pytest.mark.parametrize("stage", [THREE])
