@@ -117,9 +117,10 @@ class Guarded(torch.optim.Optimizer):
         self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(),
                                    weakref.WeakMethod(self._names_in_state))
         self._known_params = self._param_ids()
-        n_averaged = self._n_averaged
-        n_ranks = dist.get_world_size(self._agreement_group)
-        self._grad_factor = n_averaged / divisor_of(self.average_over, n_averaged, n_ranks)
+        self._grad_factor = 1.0
+        if self.rank >= 0:
+            n_ranks = dist.get_world_size(self._agreement_group)
+            self._grad_factor = self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
 
     def _param_ids(self):
         return [list(map(id, group["params"])) for group in self.param_groups]
