@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from grade import collective, contract, exercises, variants
 from grade.grader import UNKNOWN, Grader, Wrong, processes_ended, say, shorten
-from grade.levels import LEVELS, OF_DRILLS, Check
+from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
 from harness import STAGES
 
 RING = "ring"  # the module of exercise 0
@@ -90,7 +90,7 @@ def mends(number, grader, hint):
     """Print whether a drill is mended, or a hint -> whether it is. The check that sees the fault is first, unnamed."""
     drill, levels = exercises.drills()[number], [checks_of(level, grader) for level in LEVELS]
     print(f"Grading drill {number}: {drill.title}", flush=True)
-    sees = next(check for check in [*OF_DRILLS, *levels[0][1], *levels[1][1]] if check.name == drill.check)
+    sees = next(check for check in [*CHECKS_OF_DRILLS, *levels[0][1], *levels[1][1]] if check.name == drill.check)
     for title, checks in [(REPORTED, [Check("what is reported", sees.function)]), *levels]:
         if not sys.stderr.isatty():
             print(f"  {title} …", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """Known mistakes, made on purpose in one process that has all batches: whoever gets the same has made the same."""
 
 import functools
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from grade.by_hand import ALMOST, DEFAULTS, NOT_AVERAGED, SUMMED, TWICE_AVERAGED
 from grade.runs import Run, play
 
 NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
+USED_BY_NONE = slice(6, 12)  # of a Run with `unused`: after the six elements of the parameter that one rank uses
 LR_NOT_SAVED = "the lr of a scheduler is lost: save the groups' hyperparameters, too, in state_dict()"
 LR_NOT_LOADED = "the lr of a scheduler is lost: state_dict() has it, load_state_dict() doesn't put it into param_groups"
 
@@ -88,6 +88,34 @@ def last_groups(self, current):
     return used
 
 
+def by_the_last_norm(self, ratio, norm):
+    used = getattr(self, "last_norm", norm)
+    self.last_norm = norm
+    return min(ratio * norm / used, 1), used
+
+
+def moments_in_16_bits(self, current):
+    for state in self.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].bfloat16())
+    return current
+
+
+def multiply(grad, factor):
+    if grad is not None:
+        grad.mul_(factor)
+
+
+def add_stale(self):
+    """Give each rank that has no gradient of the parameter that one rank uses the average of the step before."""
+    param = self.params()[0]
+    n_without = self.d - (param.grad is not None)
+    stale = getattr(self, "stale", None)
+    if stale is not None:
+        param.grad = (0 if param.grad is None else param.grad) + stale * n_without / self.d
+    self.stale = param.grad
+
+
 def loads(change):
     """Return how a load_state_dict() is made that replaces some keys. change: (optimizer, saved) -> these."""
     return {"load_state_dict": lambda self, saved: torch.optim.Optimizer.load_state_dict(
@@ -120,8 +148,15 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
             {"hyperparameters": lambda self, current: [{**group, "eps": 1e-8} for group in current]},
         "the optimizer's state is new in each step: make the inner optimizer once, in the constructor":
             {"cleared": lambda self, param, set_to_none: self.state.clear()},
+        "AdamW's moments are kept in 16 bits": {"hyperparameters": moments_in_16_bits},
         "the inner optimizer is not optimizer_cls": {"run": {"optimizer": "SGD"}}},
-    "groups": {NO_GROUPS: {"run": {"groups": False}}},
+    "groups": {
+        NO_GROUPS: {"run": {"groups": False}},
+        "the first group's lr is taken for all: copy each group's own":
+            {"hyperparameters": lambda self, current: [{**group, "lr": current[0]["lr"]} for group in current]},
+        "the weight decay of a group is lost: hand on everything that a group holds, and not lr alone":
+            {"hyperparameters": lambda self, current: [{**group, "weight_decay": self.defaults["weight_decay"]}
+                                                       for group in current]}},
     "micro_batches": {
         "only the last micro-batch counts: the gradients of those before were dropped":
             {"factor": lambda d, n, step, micro: float(micro == n - 1)},
@@ -140,6 +175,8 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
             {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * min(ratio, 1))},
         "the root is missing: this is the square of the norm":
             {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm**2)},
+        "the norm of the step before: take the norm of this step's gradients, and clip by it":
+            {"scaled": by_the_last_norm},
         "the norm of the first group alone: add up the squares over all groups":
             {"clipped": lambda self: self.param_groups[0]["params"]}},
     "resume": {
@@ -154,9 +191,9 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
         "state and lr are lost: load_state_dict() leaves both as new": {"load_state_dict": lambda self, saved: None}},
     "unused": {
         "a parameter that some ranks use is averaged over these alone: divide by all d, as DDP does":
-            {"change_grads": lambda self: self.params()[0].grad.mul_(self.d)},  # rank 0 alone uses it
-        "what no rank uses is stepped with zeros, and decays: its gradient must stay None":
-            {"change_grads": fill_with_zeros}},
+            {"change_grads": lambda self: multiply(self.params()[0].grad, self.d)},
+        "a gradient of an earlier step is used again where a rank has none in this step":
+            {"change_grads": add_stale}},
     "discards": {
         "zero_grad(set_to_none=False) leaves gradients as they are: it must zero them":
             {"cleared": lambda self, param, set_to_none: None if set_to_none else param.grad}},
@@ -191,42 +228,6 @@ def likely_cause(ranks, due, step, run):
         return NOT_AVERAGED
     is_near = (came[step] - due[step]).abs().max() < 0.01 * (due[step] - due[step - 1]).abs().max()
     return ALMOST if is_near and not run.prefetch else ""
-
-
-def wrong_hyperparameters(came, run, d):
-    """Return (which parameters were stepped with whose hyperparameters, the cause), or () if unknown: do the first step
-    with every group's lr and every group's weight decay, and compare parameter by parameter."""
-    names, numels = names_and_numels(run)
-    start = [{key: group[key] for key in ("lr", "weight_decay")} for group in run.params(run.model(0))]
-    values_of = {"its own": {}, "the constructor's": run.settings()[1],
-                 **{f"group {index}'s": values for index, values in enumerate(start)}, "no": {"weight_decay": 0}}
-    sources = {}  # name of a parameter -> (whose lr, whose weight decay)
-    for lr, decay in itertools.product(values_of, repeat=2):
-        groups = [{"lr": {**own, **values_of[lr]}["lr"],
-                   "weight_decay": {**own, **values_of[decay]}["weight_decay"]} for own in start]
-        stepped = in_one_process(replace(run, steps=1), range(d), hyperparameters=lambda self, current: groups)
-        for name, due, value in zip(names, stepped.snapshots[1].split(numels), came.split(numels)):
-            if close(due, value):
-                sources.setdefault(name, (lr, decay))
-    if len(sources) < len(names):
-        return ()
-    wrong = {name: source for name, source in sources.items() if source != ("its own", "its own")}
-    lr, decay = first = next(wrong[name] for name in names if name in wrong)
-    alike = [name for name in names if wrong.get(name) == first]
-    listed = ", ".join(alike[:2]) + (" …" if len(alike) > 2 else "")
-    return f"{listed} moved with {lr} lr and {decay} weight decay", cause_of_sources(set(wrong.values()))
-
-
-def cause_of_sources(sources):
-    """Return why parameters were stepped with the hyperparameters of these sources."""
-    lrs = {lr for lr, _ in sources}
-    if sources == {("the constructor's", "the constructor's")}:
-        return NO_GROUPS
-    if lrs == {"its own"}:
-        return "the weight decay of a group is lost: hand on everything that a group holds, and not lr alone"
-    if lrs <= {"its own", "group 0's"}:
-        return "the first group's lr is taken for all: copy each group's own"
-    return "groups are paired wrongly: a rank that owns nothing of a group still needs that group, empty"
 
 
 def each_alone(run, d):

@@ -63,7 +63,7 @@ class Case(Run):
         cap = {"bucket_cap_mb": self.bucket_cap_mb} if self.bucket_cap_mb else {}
         return module.ShardedOptimizer(params, optimizer_cls, **kwargs, **cap, **mesh)
 
-    def left_out(self, optimizer):
+    def not_counted(self, optimizer):
         """Bucket buffers."""
         return sum(tensor.nbytes for tensor in {tensor for buffer in getattr(optimizer, "idle", ())
                                                 for tensor in (buffer.sent, buffer.received)})
