@@ -22,7 +22,6 @@ ORDER = "gradients come in another order on rank 1: what leaves must leave in on
 USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
 TOO_EARLY = "nothing is sent after the inner optimizer has stepped: what it steps must travel after that, not before"
 STALE = "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"
-ADDED = "gradients of the step before are added: the docstring of step() says that they are gone"
 AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it everywhere, or nowhere"
 OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
 NOTHING = {  # what inner optimizers were fed, on some rank at least -> why nothing has moved
@@ -86,7 +85,6 @@ class ByHand(Run):
     options: tuple = ()  # further arguments of the constructor: ("name", value), …
     lr: float = LR
     reverses: bool = False  # on rank 1 gradients come in the other order
-    uses_up: bool = False  # a step uses gradients up; otherwise, without zero_grad(), they may also add up, as in torch
     start_is_rank: bool = False  # elements are r everywhere on rank r
     nan_rank: int | None = None  # whose gradients are nan
 
@@ -118,8 +116,9 @@ class ByHand(Run):
         return sum((param * scale).sum() for param, scale in terms) * factor
 
     def factors(self):
-        """Return by how many mean gradients an element may have moved: those of step 1 are used up, or add up."""
-        return [self.steps] if self.zeroes or self.uses_up else [2, 3]
+        """Return by how many mean gradients an element may have moved: without zero_grad() those of step 1 add up, as
+        in torch, or are used up."""
+        return [self.steps] if self.zeroes else [2, 3]
 
     def expected(self, d):
         lr_times_mean = self.lr * sum(BASE**rank for rank in range(d)) / d
@@ -181,9 +180,10 @@ class Movement:
             return ()
         if self.stays.all():
             return self.nothing_moved()
-        return (self.moved_alike() or self.added_to_parameters() or self.mixed_up() or self.combined()
-                or self.decoded() or self.not_moved()
-                or (self.moved_by_rank(), ORDER if self.case.reverses else UNKNOWN))
+        if self.case.reverses:  # with gradients in one order it was right
+            return self.moved_by_rank(), ORDER
+        return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
+                or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
 
     def nothing_moved(self):
         listed = []
@@ -218,9 +218,7 @@ class Movement:
     def known_factors(self, factor):
         """Yield (cause, by how many mean gradients it makes elements move), the likeliest first."""
         case = self.case
-        if case.uses_up:
-            yield ADDED, 3
-        elif not case.zeroes:
+        if not case.zeroes:
             yield AVERAGED_AGAIN, 2 + 1 / self.d
         yield ALMOST, 1
         yield DEFAULTS, 1e-3 / case.lr
@@ -260,19 +258,6 @@ class Movement:
         if self.case.zeroes or not self.near(self.came[0], self.due - second).all():
             return ()
         return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
-
-    def mixed_up(self):
-        """Explain two ranks' gradients of different parameters that were averaged, where rank 1 has another order."""
-        if not self.case.reverses:
-            return ()
-        grads = [self.case.grad(rank).split(self.case.numels) for rank in range(2)]
-        parts = list(zip(self.start.split(self.case.numels), self.moved[0].split(self.case.numels), *grads))
-        for (indices, moved, *own), (others, _, *of_others) in itertools.permutations(parts, 2):
-            for rank in range(2):
-                if ((moved - (own[rank][0] + of_others[1 - rank][0]) / self.d).abs() < 1e-3).any():
-                    return (f"of elements {indices[0]:g}-{indices[-1]:g} rank {rank}'s gradient was averaged with "
-                            f"rank {1 - rank}'s of elements {others[0]:g}-{others[-1]:g}", ORDER)
-        return ()
 
     def decoded(self):
         """Explain wrong elements by what they hold, on the first rank with some."""
