@@ -57,7 +57,7 @@ def watch(package, args):
 
     graded = None
     while True:
-        ranks = grader.Grader(package, beside_ddp=args.ddp)
+        ranks = grader.Grader(package)
         ranks.start()
         while (saved := when_saved(package)) in (None, graded):
             time.sleep(0.1)
@@ -74,7 +74,6 @@ def main():
     parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
     parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
     parser.add_argument("--watch", action="store_true", help="grade again at each save")
-    parser.add_argument("--ddp", action="store_true", help="a class Sharded, which only shards, beside torch's DDP")
     parser.add_argument("--hint", type=int, choices=[1, 2, 3], default=1, help="of a drill: the report, the check, the "
                         "state (default 1)")
     parser.add_argument("--answer", action="store_true", help="of a drill: what it was, and where")
@@ -92,7 +91,7 @@ def main():
         return watch(package, args)
     from grade import grader, report
 
-    ranks = grader.Grader(package, beside_ddp=args.ddp)
+    ranks = grader.Grader(package)
     try:
         return 1 if report.grade(ranks, args) is False else 0
     finally:

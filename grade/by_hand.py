@@ -82,7 +82,6 @@ class ByHand(Run):
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
     scales: tuple = (1, 1, 1, 1)
-    options: tuple = ()  # further arguments of the constructor: ("name", value), …
     lr: float = LR
     reverses: bool = False  # on rank 1 gradients come in the other order
     start_is_rank: bool = False  # elements are r everywhere on rank r
@@ -99,14 +98,7 @@ class ByHand(Run):
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
     def settings(self):
-        return torch.optim.SGD, {"lr": self.lr, **dict(self.options)}
-
-    def shown_by(self, world_size, step):
-        plain = ByHand(steps=self.steps, numels=self.numels, scales=self.scales, dtype=self.dtype, lr=self.lr)
-        if self != plain:
-            return ""
-        sizes = ",".join(map(str, self.numels))
-        return f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}"
+        return torch.optim.SGD, {"lr": self.lr}
 
     def loss(self, model, number, rank):
         factor = float("nan") if rank == self.nan_rank else BASE**rank

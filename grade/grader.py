@@ -3,7 +3,7 @@
 import functools
 import itertools
 
-from grade import on_ranks, runs
+from grade import on_ranks
 from harness.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
@@ -38,11 +38,10 @@ def require(is_right, *lines):
 class Grader:
     """Runs functions of grade/on_ranks.py on ranks, with the optimizer of `package`; a failure becomes a Wrong."""
 
-    def __init__(self, package, workers=None, beside_ddp=False):
-        self.package, self.beside_ddp = package, beside_ddp
+    def __init__(self, package, workers=None):
+        self.package = package
         self.workers = {} if workers is None else workers  # by world size
         self.answers = {}  # a run that two checks ask for is done once
-        self.run_under_way = None  # (the Run, the number of ranks) of the check that goes on
         self.printed = []  # lines that its ranks have printed, the latest last
 
     def close(self):
@@ -56,7 +55,6 @@ class Grader:
 
     def outcome(self, check):
         """Return what a check prints where it passes, or its Wrong."""
-        self.run_under_way = None
         self.printed.clear()
         try:
             return check.function(self) or []
@@ -70,8 +68,6 @@ class Grader:
 
     def run(self, world_size, function, *args, hint=None):
         """Return [function(candidate, *args) of rank 0, …]. hint: the likely cause where an exception has no other."""
-        if function is runs.play:
-            self.run_under_way = *args, world_size
         key = world_size, function, args
         if key in self.answers:
             return self.answers[key]
@@ -93,8 +89,8 @@ class Grader:
                 raise WorkerError("all ranks stand still")
 
         try:
-            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, self.beside_ddp, LIMITS_S,
-                                                             function, *args, on_event=hear)
+            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
+                                                             on_event=hear)
         except WorkerError as error:
             raise Wrong(*failure(str(error), reports, raised, hint), step=0) from None
         return self.answers[key]

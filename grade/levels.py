@@ -6,7 +6,6 @@ The function of a check returns lines to print, or None. It raises Wrong where t
 import functools
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,6 @@ from grade import mistakes, on_ranks
 from grade.by_hand import NOT_AVERAGED, NOT_RECEIVED, ByHand, check_movement, spans
 from grade.grader import UNKNOWN, Wrong, require, shorten
 from grade.runs import LR, OTHER_SEED, Run, counted, flat, play
-from harness.take import code_lines
 
 EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
 LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
@@ -27,11 +25,9 @@ PLACES = "process_group may have some of all ranks: src is group_src then, and d
 MAIN_COPIES = "fp32 copies of 16-bit parameters belong to state_dict(): made anew from the model they are rounded"
 N_LAYERS = 8
 WIDTH = 64  # of a layer
-EIGHT_LAYERS = Run(optimizer="AdamW", steps=2, sizes=(WIDTH,) * (N_LAYERS + 1), counts_memory=True,
-                   zeroes_last_grads=False)
+EIGHT_LAYERS = Run(optimizer="AdamW", steps=2, sizes=(WIDTH,) * (N_LAYERS + 1), counts_memory=True)
 LARGEST_NUMEL = WIDTH * WIDTH  # of a layer's weight
 NUMEL = N_LAYERS * (LARGEST_NUMEL + WIDTH)  # with the biases
-MAX_STATE_PADDING = 0.1  # of the state's elements
 MAX_SENT_PADDING = 0.2  # of the bytes that are sent without padding
 MAX_GROWTH = 0.01  # bytes per parameter and step
 
@@ -39,7 +35,7 @@ MAX_GROWTH = 0.01  # bytes per parameter and step
 class Check:
     """Calls `function(grader, **settings)`. `fact` names the field of grader.facts without which there is no check."""
 
-    def __init__(self, name, function, fact="", **settings):
+    def __init__(self, name, function, fact="", /, **settings):
         self.name = name
         self.fact = fact
         self.function = functools.partial(function, **settings)
@@ -51,10 +47,6 @@ def interface(grader):
     expected = "a class DistributedOptimizer, or a core's ShardedOptimizer"
     came = f"neither is in {grader.package}, nor in {grader.package}.optimizer"
     arguments = "params, optimizer_cls, *, process_group=None, **optimizer_kwargs"
-    if grader.beside_ddp:
-        expected = "a class Sharded"
-        came = f"{grader.package} has none"
-        arguments = "params, optimizer_cls, **optimizer_kwargs"
     require(facts.name, expected, came, skeleton)
     require(facts.kind == "class", f"{facts.name} is a class", f"its type is {facts.kind}", skeleton)
     missing = [f"{name}()" for name in ("step", "zero_grad") if name in facts.missing]
@@ -121,10 +113,7 @@ def by_hand(grader, d, hint=None, **case):
 
 def of_16_bits(grader):
     """Check bfloat16, in which all these figures are exact, with gradients that fp16 has no numbers for."""
-    case = {"dtype": torch.bfloat16, "lr": 2.0**-20, "scales": (2**17,) * 4}
-    by_hand(grader, 2, **case)
-    if grader.facts.takes_grad_dtype:
-        by_hand(grader, 2, **case, options=(("grad_dtype", torch.float32),))
+    by_hand(grader, 2, dtype=torch.bfloat16, lr=2.0**-20, scales=(2**17,) * 4)
 
 
 def nan_arrives(grader):
@@ -258,9 +247,7 @@ def resumes_in_16_bits(grader):
 
 def state(grader, d):
     """Check that AdamW's two moments exist once, some of them on every rank."""
-    counts = [seen.state for seen in grader.run(d, play, EIGHT_LAYERS)]
-    n_held = [n for n, _ in counts]  # elements, on each rank
-    n_zeros = sum(n for _, n in counts)
+    n_held = [seen.n_state for seen in grader.run(d, play, EIGHT_LAYERS)]  # elements that aren't 0, on each rank
     whole = 2 * NUMEL
     total = sum(n_held)
     shares = listed(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
@@ -271,21 +258,12 @@ def state(grader, d):
     require(total <= whole, once, f"{total - whole} of its {whole} elements more than once: {shares}", cause)
     require(total >= whole, once, f"{whole - total} of its {whole} elements on no rank: {shares}",
             "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
-    require(n_zeros <= MAX_STATE_PADDING * whole, once, f"{1 + n_zeros / whole:.3g} times, with padding: {n_zeros} "
-            "elements of zeros", "pad a shard by less: to a multiple of d, or of 64 bytes")
     lines = [f"state      {shares}"]
     if max(n_held) > whole / d + 2 * LARGEST_NUMEL:
         lines.append("unequal    allowed, but wasteful: the largest parameter first, to the rank that has least")
     return lines
 
 
-# Bytes are counted in units of 4Ψ · (d-1)/d, where Ψ is the number of parameters: what an all-gather of them sends.
-TRAFFIC_OF_STAGE = {  # stage -> (kinds of its collectives, units that a rank sends on gloo)
-    1: ({"all_reduce", "broadcast"}, 3),
-    2: ({"all_reduce", "all_gather"}, 3),
-    3: ({"reduce_scatter", "all_gather"}, 3),  # with gloo a reduce-scatter sends as much as an all-reduce
-    4: ({"send", "recv", "broadcast"}, 2),  # with gloo gradients are sent as messages, parameters as broadcasts
-}
 SUFFICIENT = {  # kind -> (units that suffice, the cause where there are more)
     "all_reduce": (2, "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"),
     "all_gather": (1, "a rank gives the all-gather more than it owns: send gradients by all_reduce or reduce_scatter"),
@@ -294,7 +272,7 @@ SUFFICIENT = {  # kind -> (units that suffice, the cause where there are more)
 
 
 class Traffic:
-    """Adds up what a rank sends in a step, in the units of TRAFFIC_OF_STAGE."""
+    """Adds up what a rank sends in a step, in units of 4Ψ · (d-1)/d bytes: what an all-gather of Ψ parameters sends."""
 
     def __init__(self, entries, d):
         self.by_kind = Counter()
@@ -303,11 +281,6 @@ class Traffic:
         self.collectives = counted(entries)
         self.sent = sum(self.by_kind.values())
         self.sent_on_nccl = self.sent - self.by_kind["reduce_scatter"] / 2  # gloo's reduce-scatter is an all-reduce
-        self.like = "none of the four stages sends that"
-        kinds_sent = {entry.kind for entry in entries if entry.size >= 1024}  # flags and norms are smaller
-        for stage, (kinds, units) in TRAFFIC_OF_STAGE.items():
-            if kinds == kinds_sent and units <= self.sent <= 1.25 * units:  # padding is sent, too
-                self.like = f"the collectives and bytes of stage {stage}"
 
     def cause_of_excess(self):
         """Return the cause of the kind of collective that sends most above what suffices."""
@@ -333,8 +306,7 @@ def sends_and_holds(grader):
     native = ""
     if traffic.sent_on_nccl < traffic.sent:
         native = f"; {traffic.sent_on_nccl:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
-    return [f"ladder     {traffic.like}",
-            f"a step     {traffic.collectives}; {seen.n_in_backward or 'none'} of them in the backward pass",
+    return [f"a step     {traffic.collectives}; {seen.n_in_backward or 'none'} of them in the backward pass",
             f"sent       {traffic.sent:.2f} · 4Ψ · (d-1)/d bytes a rank{native} (DDP alone: 2)",
             f"held       {held:.2f} bytes a parameter after a step (DDP with AdamW: 16)"]
 
@@ -357,13 +329,6 @@ def first_layer_waits(grader):
     require(not waited or not waited[-1], "the first layer computes while the parameters of others are under way",
             f"it has waited for {sum(waited)} of {len(waited)} messages, the last one too", cause)
     return [f"prefetch   the first layer waits for {sum(waited)} of {len(waited)} messages"]
-
-
-def is_short(grader, most, hint, what=""):
-    """Check that the module has at most `most` code lines. `what`: what else they must contain, in words."""
-    n_lines = len(code_lines(Path(grader.facts.file)))
-    require(n_lines <= most, f"at most {most} code lines{what}", str(n_lines), hint)
-    return [f"lines      {n_lines}"]
 
 
 def transposed(grader):
@@ -400,11 +365,11 @@ LEVELS = {  # level -> (title, checks)
         Check("ranges_in_shard by hand", ranges, "has_ranges"),
         Check("16 elements by hand, 2 ranks", by_hand, d=2),
         Check("16 elements by hand, 3 ranks", by_hand, d=3, numels=(5, 6, 2, 3)),
-        Check("all ranks start from rank 0's parameters", constructor, "averages"),
+        Check("all ranks start from rank 0's parameters", constructor),
         Check("SGD: ranks equal each other and one process, 2 ranks", trains, d=2),
         Check("the same, 3 ranks", trains, d=3),
         Check("AdamW", trains, d=2, optimizer="AdamW"),
-        Check("gradients in another order on rank 1", by_hand, "averages", d=2, scales=(1, 2, 4, 8), reverses=True),
+        Check("gradients in another order on rank 1", by_hand, d=2, scales=(1, 2, 4, 8), reverses=True),
         Check("one parameter, 3 ranks", by_hand, d=3, numels=(4,), scales=(1,), hint=EMPTY),
         Check("prefetch_params: rank 1 is late", trains, "prefetches", d=2, otherwise=LATE, prefetch=True),
         Check("prefetch_params: the first layer waits for its own", first_layer_waits, "prefetches"),
@@ -425,7 +390,7 @@ LEVELS = {  # level -> (title, checks)
         Check("zero_grad() drops a backward pass, and set_to_none=False, too", trains, d=2, discards=True),
         Check("parameters of 16 bits", of_16_bits),
         Check("a nan on one rank", nan_arrives),
-        Check("a process group of ranks 1 and 2", of_some_ranks, "averages"),
+        Check("a process group of ranks 1 and 2", of_some_ranks),
         Check("120 steps", trains, d=2, optimizer="AdamW", steps=120, sizes=(2, 2), otherwise=LONG),
         Check("a layer that was frozen in the constructor", trains, "is_whole", d=2, thaws=True, otherwise=THAWED,
               hint=THAWED),

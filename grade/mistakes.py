@@ -70,7 +70,7 @@ class OneProcess:
 def in_one_process(run, ranks, factor=lambda *_: 1.0, **methods):
     """Return Seen of one process with the batches of all `ranks`. The mistake: `methods` of OneProcess, `factor`."""
     optimizer_cls = type("Mistaken", (OneProcess, run.settings()[0]), {"d": len(ranks), **methods})
-    candidate = SimpleNamespace(rank=0, cls=optimizer_cls, entries=[], beside_ddp=False)
+    candidate = SimpleNamespace(rank=0, cls=optimizer_cls, entries=[])
     seen = play(candidate, replace(run, prefetch=False, no_sync=False), ranks,
                 functools.partial(factor, len(ranks), run.micro_batches))
     if run.prefetch:

@@ -26,7 +26,6 @@ from harness.ledger import Ledger
 from harness.workers import event
 
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole one, or the idea alone: a core
-BESIDE_DDP = "Sharded"  # the class that only shards, beside torch's DDP
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
@@ -125,19 +124,18 @@ def watch_for_hangs(ended, still_s, busy_s):
         was_stuck = is_stuck
 
 
-def watched(rank, package, beside_ddp, limits, function, *args):
+def watched(rank, package, limits, function, *args):
     """Return function(candidate, *args), and report what happens on the way, in the package's import too."""
     silence()
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
     try:
         modules = [importlib.import_module(package), submodule(package, "optimizer")]
-        names = [BESIDE_DDP] if beside_ddp else CLASSES
-        name, cls = next(((name, getattr(module, name)) for name in names for module in modules
+        name, cls = next(((name, getattr(module, name)) for name in CLASSES for module in modules
                           if hasattr(module, name)), ("", None))
         with ReportedLedger() as ledger:
-            result = function(SimpleNamespace(place=rank, rank=rank.rank, package=package, beside_ddp=beside_ddp,
-                                              name=name, cls=cls, entries=ledger.entries), *args)
+            result = function(SimpleNamespace(place=rank, rank=rank.rank, package=package, name=name, cls=cls,
+                                              entries=ledger.entries), *args)
         event(("ended", "", ""))
         return result
     except BaseException as error:  # SystemExit, too
@@ -170,22 +168,20 @@ def look(candidate):
     cls = candidate.cls
     signature = ""
     refusal = ""
-    keywords = {"lr": LR} if candidate.beside_ddp else {"lr": LR, "process_group": None}
     try:
         signature = inspect.signature(cls)
-        signature.bind([], torch.optim.SGD, **keywords)
+        signature.bind([], torch.optim.SGD, process_group=None, lr=LR)
     except TypeError as error:
         refusal = f"{signature}: {error}"
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     exercise = re.search(r"The solution is (stage\w+)/", getattr(inspect.getmodule(cls), "__doc__", None) or "")
     return SimpleNamespace(
         name=candidate.name, kind="class" if isinstance(cls, type) else type(cls).__name__, refusal=refusal,
-        missing=missing, file=getattr(sys.modules[candidate.package], "__file__", None),
-        exercise_of=exercise[1] if exercise else "",
+        missing=missing, exercise_of=exercise[1] if exercise else "",
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
-        averages=not candidate.beside_ddp, is_whole=candidate.name == CLASSES[0],
+        is_whole=candidate.name == CLASSES[0],
         prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing,
-        takes_grad_dtype="grad_dtype" in str(signature), has_ranges=ranges_of(candidate.package) is not None)
+        has_ranges=ranges_of(candidate.package) is not None)
 
 
 def ranges_of(package):

@@ -60,10 +60,6 @@ def further(grader, check, wrong):
         yield "printed", shorten(line)
     if len(grader.printed) > N_PRINTED:
         yield "", f"{len(grader.printed) - N_PRINTED} lines before these"
-    if wrong.step and grader.run_under_way:
-        run, d = grader.run_under_way
-        if options := run.shown_by(d, wrong.step):
-            yield "see", f'make show STAGE={grader.package} ARGS="{options}"'
     if ("cause", UNKNOWN) in wrong.lines:
         yield "next", ("print each gradient before and after it is averaged, and each parameter before and after the "
                        "inner step")

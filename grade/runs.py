@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
@@ -52,7 +51,6 @@ class Run:
     defaults: bool = False  # the optimizer's own hyperparameters
     sizes: tuple = (7, 11, 5, 7)  # of layers
     counts_memory: bool = False  # and keeps parameters only at the end, because copies would be counted
-    zeroes_last_grads: bool = True  # before the memory is counted
     settles: bool = False  # parameters are kept a while after the last step: whatever is late has come
     without_rank_0: bool = False  # the other ranks train in a process group of their own
 
@@ -112,14 +110,6 @@ class Run:
         """Return the number of the step after which a snapshot was made: with prefetch there is only the last one."""
         return self.steps if self.prefetch else snapshot
 
-    def shown_by(self, world_size, step):
-        """Return options by which `make show` trains so, up to this step; "" where it can't."""
-        is_plain = self == Run(self.optimizer, self.steps)
-        return f"--ranks {world_size} --steps {step} --optimizer {self.optimizer.lower()}" if is_plain else ""
-
-    def not_counted(self, optimizer):
-        """Return how many bytes of an optimizer don't count as held. Variants leave some out."""
-        return 0
 
 
 @dataclass
@@ -135,7 +125,7 @@ class Seen:
     after_inner: list = ()  # collectives that began after the inner optimizer had stepped
     first_layer_waited: list = ()  # for each of these of the step before, whether the first layer has waited
     never_awaited: list = ()  # collectives for whose result nobody has waited when the step ends
-    state: tuple = ()  # elements of AdamW's moments on this rank: how many aren't 0, and how many are
+    n_state: int = 0  # elements of AdamW's moments on this rank that aren't 0
     held: float = 0  # bytes of all tensors
     draws: bool = False  # whether a step changed the state of random number generators
     lr_was_saved: bool = False  # whether state_dict() has a number that is the scheduler's lr
@@ -160,10 +150,6 @@ class Training:
         run = self.run
         model = run.model(seed)
         self.loss = functools.partial(run.loss, model)
-        if self.candidate.beside_ddp:
-            losses = nn.ModuleList([model])
-            losses.forward = self.loss  # what DistributedDataParallel calls
-            self.loss = DistributedDataParallel(losses, gradient_as_bucket_view=True)
         if run.thaws:
             model[0].requires_grad_(False)
         self.optimizer = run.make(self.candidate, model)
@@ -216,7 +202,7 @@ class Training:
 
     def end_step(self, is_last):
         """Clear the gradients, let a scheduler write, and keep the parameters."""
-        if self.run.zeroes and (self.run.zeroes_last_grads or not is_last):
+        if self.run.zeroes and not (self.run.counts_memory and is_last):  # gradients count, too
             self.optimizer.zero_grad()
         if self.scheduler:
             self.scheduler.step()
@@ -271,10 +257,9 @@ class Training:
         inner = self.stepped - {self.optimizer} or self.stepped  # an outer optimizer may show the inner one's state
         moments = [plain for optimizer in inner for state in optimizer.state.values() for value in state.values()
                    if torch.is_tensor(value) and value.dim() for plain in plain_tensors(value)]
-        n_real = sum(int(value.count_nonzero()) for value in moments)
-        self.seen.state = n_real, sum(value.numel() for value in moments) - n_real
+        self.seen.n_state = sum(int(value.count_nonzero()) for value in moments)
         del moments
-        self.seen.held = memory.settle() - self.run.not_counted(self.optimizer)
+        self.seen.held = memory.settle()
         self.keep_params()
 
 
