@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from grade import exercises
-from harness import STAGES, command_line
-from harness.forkserver import start_forkserver
+from harness import STAGES
+from harness.ranks import command_line
+from harness.ranks.forkserver import start_forkserver
 
 fail = functools.partial(command_line.fail, "grade")
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 
 from grade import on_ranks
-from harness.workers import WorkerError, Workers
+from harness.ranks.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
 LAST_S = 600  # where neither is seen

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from grade.runs import LR
-from harness.ledger import Ledger
-from harness.workers import event
+from harness.measuring.ledger import Ledger
+from harness.ranks.workers import event
 
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole one, or the idea alone: a core
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",

@@ -8,7 +8,7 @@ from grade import exercises
 from grade.collective import HINT
 from grade.grader import Grader
 from grade.report import mends, passes, what_next
-from harness.take import write_package
+from harness.publishing.stages import write_package
 from tests.grade.graded import changed
 from tests.ranks import ROOT
 

@@ -15,12 +15,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
-from grade.variants import BlockSGD
-from harness import losses, results, rows, two_hosts
-from harness.ledger import Ledger
-from harness.pages import rewritten
-from harness.results import Made, Report, Row
-from harness.take import code_lines
+from harness.measuring import losses, two_hosts
+from harness.measuring.ledger import Ledger
+from harness.publishing import results
+from harness.publishing.pages import rewritten
+from harness.publishing.results import Made, Report, Row
+from harness.publishing.stages import code_lines
+from harness.training import rows
 from tests.checkpoint import test_full_state
 from tests.common import error_of, on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import ADAMW, Pair
@@ -37,6 +38,17 @@ FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py") if path.st
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
 AS_REPLICATED = [*(f"variants.{name}" for name in ("per_parameter", "muon", "finite", "blocks", "offload")),
                  "tests.variants.on_pairs_of_stage_3", "tests.variants.on_pairs"]
+
+
+class BlockSGD(torch.optim.SGD):
+    """Divides each gradient by the largest in its block of 256 elements: element-wise it is not."""
+
+    @torch.no_grad()
+    def step(self):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            for grad in param.grad.view(-1).split(256):
+                grad /= grad.abs().max().clamp(min=1e-6)
+        super().step()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
