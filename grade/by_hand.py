@@ -198,7 +198,7 @@ class Movement:
         is_due = any(abs(factor - due) < 1e-3 for due in self.case.factors())
         if is_due or not ratios.isfinite().all() or not torch.allclose(ratios, ratios[:1], rtol=1e-3):
             return ()
-        text = times_as_far(factor)
+        text = f"{factor:.3g} times the mean gradient"
         if len(set(self.case.scales)) == 1:
             text = f"{self.case.lr * factor * self.mean_grad[0]:.3g} wherever it has moved: {text}"
         for cause, known in self.known_factors(factor):
@@ -310,14 +310,6 @@ class Movement:
         """Return whether a rank's inner optimizer has stepped all of the elements in `mask`."""
         stepped = seen.inner.own if seen.inner else torch.zeros(0)
         return self.near(self.due[mask, None], stepped).any(dim=1).all()
-
-
-def times_as_far(factor):
-    if abs(factor - round(factor)) < 1e-2 and factor > 1.5:
-        return f"{round(factor)} times as far"
-    if abs(factor - 1) > 1e-2 and factor > 0.02 and abs(1 / factor - round(1 / factor)) < 1e-2:
-        return f"1/{round(1 / factor)} as far"
-    return f"{factor:.3g} times the mean gradient"
 
 
 def runs(contents):

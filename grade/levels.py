@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from grade import mistakes, on_ranks
+from grade import mistakes
 from grade.by_hand import NOT_AVERAGED, NOT_RECEIVED, ByHand, check_movement, spans
-from grade.grader import UNKNOWN, Wrong, require, shorten
+from grade.grader import UNKNOWN, Wrong, require
 from grade.runs import LR, OTHER_SEED, Run, counted, flat, play
 
 EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
@@ -43,17 +43,11 @@ class Check:
 
 def interface(grader):
     facts = grader.facts
-    skeleton = "docs/exercise.md has a skeleton of the class"
-    expected = "a class DistributedOptimizer, or a core's ShardedOptimizer"
-    came = f"neither is in {grader.package}, nor in {grader.package}.optimizer"
-    arguments = "params, optimizer_cls, *, process_group=None, **optimizer_kwargs"
-    require(facts.name, expected, came, skeleton)
-    require(facts.kind == "class", f"{facts.name} is a class", f"its type is {facts.kind}", skeleton)
+    require(facts.name, "a class DistributedOptimizer, or a core's ShardedOptimizer",
+            f"neither is in {grader.package}, nor in {grader.package}.optimizer", "docs/exercise.md has a skeleton")
     missing = [f"{name}()" for name in ("step", "zero_grad") if name in facts.missing]
     require(not missing, "methods step() and zero_grad()", f"{facts.name} has no {' and no '.join(missing)}",
             "docs/exercise.md lists the methods that each level asks for")
-    require(not facts.refusal, f"{facts.name}({arguments})", shorten(f"{facts.name}{facts.refusal}"),
-            "docs/exercise.md has the constructor's arguments")
 
 
 def is_an_optimizer(grader):
@@ -70,26 +64,6 @@ def is_an_optimizer(grader):
             faults.append(f"has no {', '.join(missing)}")
     require(not faults, expected, f"{facts.name} {' and '.join(faults)}",
             "docs/exercise.md has the skeleton of level 2, for schedulers, clipping, accumulation and saving")
-
-
-RANGES = {  # (numels, starts, start and stop of the shard) -> (index, start, stop, offset) of each range in it
-    ((3, 5, 2), (0, 4, 12), 0, 8): [(0, 0, 3, 0), (1, 0, 4, 4)],
-    ((3, 5, 2), (0, 4, 12), 8, 16): [(1, 4, 5, 0), (2, 0, 2, 4)],
-    ((20,), (0,), 8, 16): [(0, 8, 16, 0)],
-    ((8, 8, 8), (0, 8, 16), 8, 16): [(1, 0, 8, 0)]}  # the shard begins where a parameter ends
-
-
-def ranges(grader):
-    """Check what ranges_in_shard of stage 3's buffer returns for RANGES."""
-    answers = grader.run(2, on_ranks.ranges, tuple(RANGES))[0]
-    for (numels, starts, shard_start, shard_stop), answer in zip(RANGES, answers):
-        expected = RANGES[numels, starts, shard_start, shard_stop]
-        cause = "start and stop count from the parameter's first element, offset from the shard's"
-        if [(index, start, stop, offset) for index, start, stop, offset in answer if start < stop] == expected:
-            cause = "an empty range is included: where start == stop nothing of the parameter lies in the shard"
-        require(answer == expected, f"of {listed(numels)} elements at {listed(starts)}, in shard {shard_start} to "
-                f"{shard_stop}: (index, start, stop, offset) = {listed(expected)}",
-                shorten(listed(answer) or "no range"), cause)
 
 
 def listed(values):
@@ -362,7 +336,6 @@ CHECKS_OF_DRILLS = [Check("weights that are loaded after the constructor are tra
 LEVELS = {  # level -> (title, checks)
     1: ("Level 1: It trains", [
         Check("the interface", interface),
-        Check("ranges_in_shard by hand", ranges, "has_ranges"),
         Check("16 elements by hand, 2 ranks", by_hand, d=2),
         Check("16 elements by hand, 3 ranks", by_hand, d=3, numels=(5, 6, 2, 3)),
         Check("all ranks start from rank 0's parameters", constructor),

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from grade.by_hand import ALMOST, DEFAULTS, NOT_AVERAGED, SUMMED, TWICE_AVERAGED
+from grade.by_hand import ALMOST, NOT_AVERAGED, SUMMED, TWICE_AVERAGED
 from grade.runs import Run, play
 
 NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
 USED_BY_NONE = slice(6, 12)  # of a Run with `unused`: after the six elements of the parameter that one rank uses
-LR_NOT_SAVED = "the lr of a scheduler is lost: save the groups' hyperparameters, too, in state_dict()"
-LR_NOT_LOADED = "the lr of a scheduler is lost: state_dict() has it, load_state_dict() doesn't put it into param_groups"
 
 
 class OneProcess:
@@ -184,7 +182,8 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
         "moments are loaded, and AdamW's `step` is 0 again: its bias correction starts anew": loads(
             lambda _, saved: {"state": {key: {**state, "step": torch.zeros(())}
                                         for key, state in saved["state"].items()}}),
-        LR_NOT_SAVED: loads(lambda self, saved: {"param_groups": self.state_dict()["param_groups"]}),
+        "the lr of a scheduler is lost: state_dict() must have it, and load_state_dict() put it into param_groups":
+            loads(lambda self, saved: {"param_groups": self.state_dict()["param_groups"]}),
         "the lr that is loaded is that of the last step: a scheduler has changed the outer groups since":
             loads(lambda self, saved: {"param_groups": [{**group, "lr": group["last_lr"]}
                                                         for group in saved["param_groups"]]}),
@@ -205,8 +204,7 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
         "parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed":
             {"cleared": own_value, "factor": lambda d, n, step, micro: float(step == 0)},
         "gradients were added to parameters: the buffer must be zeroed when these have been copied out":
-            {"cleared": own_value},
-        DEFAULTS: {"run": {"defaults": True}}}}
+            {"cleared": own_value}}}
 
 
 def mistaken_runs(run, d):
@@ -222,7 +220,7 @@ def likely_cause(ranks, due, step, run):
     d, came = len(ranks), ranks[0].snapshots
     for cause, seen in mistaken_runs(run, d):
         if all(map(close, came, seen.snapshots)):
-            return LR_NOT_LOADED if cause == LR_NOT_SAVED and ranks[0].lr_was_saved else cause
+            return cause
     own = torch.stack([seen.snapshots[1] for seen in each_alone(run, d)])
     if step == 1 and torch.isclose(own, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():  # that of its owner
         return NOT_AVERAGED

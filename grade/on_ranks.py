@@ -21,7 +21,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from grade.runs import LR
 from harness.measuring.ledger import Ledger
 from harness.ranks.workers import event
 
@@ -166,30 +165,10 @@ def plays(candidate, module, test):
 def look(candidate):
     """Return facts of the class, as far as the process that grades has to know: it never imports the package."""
     cls = candidate.cls
-    signature = ""
-    refusal = ""
-    try:
-        signature = inspect.signature(cls)
-        signature.bind([], torch.optim.SGD, process_group=None, lr=LR)
-    except TypeError as error:
-        refusal = f"{signature}: {error}"
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     exercise = re.search(r"The solution is (stage\w+)/", getattr(inspect.getmodule(cls), "__doc__", None) or "")
     return SimpleNamespace(
-        name=candidate.name, kind="class" if isinstance(cls, type) else type(cls).__name__, refusal=refusal,
-        missing=missing, exercise_of=exercise[1] if exercise else "",
+        name=candidate.name, missing=missing, exercise_of=exercise[1] if exercise else "",
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
         is_whole=candidate.name == CLASSES[0],
-        prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing,
-        has_ranges=ranges_of(candidate.package) is not None)
-
-
-def ranges_of(package):
-    """Return the function of stage 3's buffer, of `mine`, or of `mine.optimizer`; None if there is none."""
-    folders = [name for name in (package, package.rpartition(".")[0]) if name]
-    return next(filter(None, (getattr(submodule(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
-
-
-def ranges(candidate, cases):
-    """Return what ranges_in_shard says to each of `cases`, as plain tuples."""
-    return [[tuple(part) for part in ranges_of(candidate.package)(*case)] for case in cases]
+        prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing)

@@ -5,7 +5,7 @@ import shutil
 import sys
 
 from grade import collective, contract, exercises
-from grade.grader import UNKNOWN, Wrong, say, shorten
+from grade.grader import Wrong, say, shorten
 from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
 from harness import STAGES
 
@@ -47,23 +47,19 @@ def passes(level, grader, only=""):
                 ("", "docs/exercise.md has its skeleton"))
             return None
         else:
-            say(("FAILED", check.name), *outcome.lines, *further(grader, check, outcome))
+            say(("FAILED", check.name), *outcome.lines, *printed(grader))
             return False
     if checks and not only:
         print(f"ok {title.lower()}", flush=True)
     return True
 
 
-def further(grader, check, wrong):
-    """Return (what, line): what the ranks have printed, shortened, and how to go on."""
+def printed(grader):
+    """Yield (what, line): what the ranks have printed, shortened."""
     for line in grader.printed[-N_PRINTED:]:
         yield "printed", shorten(line)
     if len(grader.printed) > N_PRINTED:
         yield "", f"{len(grader.printed) - N_PRINTED} lines before these"
-    if ("cause", UNKNOWN) in wrong.lines:
-        yield "next", ("print each gradient before and after it is averaged, and each parameter before and after the "
-                       "inner step")
-        yield "", f"""make grade STAGE={grader.package} ARGS='--only "{check.name}"' shows what it prints"""
 
 
 def mends(number, grader, hint):

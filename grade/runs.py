@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from harness.measuring.memory import Memory, plain_tensors
 
@@ -48,7 +47,6 @@ class Run:
     strides: bool = False  # matrices are transposed in memory
     reloads: bool = False  # other values are loaded into the model after the constructor
     dtype: torch.dtype = torch.float32
-    defaults: bool = False  # the optimizer's own hyperparameters
     sizes: tuple = (7, 11, 5, 7)  # of layers
     counts_memory: bool = False  # and keeps parameters only at the end, because copies would be counted
     settles: bool = False  # parameters are kept a while after the last step: whatever is late has come
@@ -88,8 +86,7 @@ class Run:
                 {"params": biases[:-1], "lr": 0.03, "weight_decay": 0.0}]
 
     def settings(self):
-        optimizer_cls, kwargs = OPTIMIZERS[self.optimizer]
-        return optimizer_cls, {"foreach": False} if self.defaults else kwargs
+        return OPTIMIZERS[self.optimizer]
 
     def make(self, candidate, model):
         optimizer_cls, kwargs = self.settings()
@@ -128,7 +125,6 @@ class Seen:
     n_state: int = 0  # elements of AdamW's moments on this rank that aren't 0
     held: float = 0  # bytes of all tensors
     draws: bool = False  # whether a step changed the state of random number generators
-    lr_was_saved: bool = False  # whether state_dict() has a number that is the scheduler's lr
 
 
 class Training:
@@ -219,7 +215,6 @@ class Training:
     def resume(self):
         """Save, and go on with another model, another optimizer, another scheduler."""
         states = copy.deepcopy([part.state_dict() for part in self.parts])
-        self.seen.lr_was_saved = has_number(states[1], self.optimizer.param_groups[0]["lr"])
         self.begin(self.candidate.rank + 10)
         for part, state in zip(self.parts, states):
             part.load_state_dict(state)
@@ -299,9 +294,3 @@ def random_states():
 def counted(entries):
     """Return how many collectives there are of each kind: "2 all_reduce, 1 broadcast"."""
     return ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
-
-
-def has_number(saved, number):
-    """Return whether `number` is somewhere in a state_dict."""
-    return any(float(leaf) == float(number) for leaf in tree_leaves(saved)
-               if isinstance(leaf, (int, float)) or type(leaf) is torch.Tensor and not leaf.dim())
