@@ -125,7 +125,7 @@ def of_some_ranks(grader):
     by_hand(grader, 2, without_rank_0=True, hint=PLACES)
 
 
-def trains(grader, d, otherwise=UNKNOWN, hint=None, **settings):
+def trains(grader, d, otherwise="", hint=None, **settings):
     """Check that parameters are the same on d ranks, after every step, and as in one process with all data.
 
     otherwise: the cause to report if no known mistake computes the same. hint: the cause of an exception or a hang.
@@ -143,7 +143,7 @@ def trains(grader, d, otherwise=UNKNOWN, hint=None, **settings):
     for step in range(1, len(one_process.snapshots)):
         if run.max_norms:
             check_norm(ranks, one_process.norms, step, run)
-        check_equal(ranks, step, run)
+        check_equal(ranks, step, run, otherwise)
         check_trained(ranks, one_process.snapshots, step, run, otherwise)
     if any(seen.draws for seen in ranks):
         raise Wrong("a step leaves the random numbers of torch and random as they are", "a step changes their state",
@@ -155,7 +155,7 @@ def trains(grader, d, otherwise=UNKNOWN, hint=None, **settings):
     return lines
 
 
-def check_equal(ranks, step, run):
+def check_equal(ranks, step, run, otherwise):
     """Compare the parameters of all ranks with those of rank 0."""
     first = ranks[0].snapshots[step]
     number = run.number_of(step)
@@ -163,7 +163,7 @@ def check_equal(ranks, step, run):
         if not torch.equal(seen.snapshots[step], first):
             raise Wrong("all ranks have the same parameters after every step", f"after step {number}, "
                         f"{mistakes.difference(seen.snapshots[step], first, run)} between rank 0 and rank {rank}",
-                        cause_of_unequal(ranks, step, run), number)
+                        otherwise or cause_of_unequal(ranks, step, run), number)
 
 
 def cause_of_unequal(ranks, step, run):
@@ -183,7 +183,7 @@ def check_trained(ranks, expected, step, run, otherwise):
     number = run.number_of(step)
     raise Wrong(f"{len(ranks)} ranks train like one process that has the batches of all",
                 f"after step {number}, {mistakes.difference(params, expected[step], run)} from one process",
-                mistakes.likely_cause(ranks, expected, step, run) or otherwise, number)
+                mistakes.likely_cause(ranks, expected, step, run, otherwise), number)
 
 
 def check_norm(ranks, expected, step, run):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from grade.by_hand import ALMOST, NOT_AVERAGED, SUMMED, TWICE_AVERAGED
+from grade.grader import UNKNOWN
 from grade.runs import Run, play
 
 NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
@@ -215,8 +216,11 @@ def mistaken_runs(run, d):
                 yield cause, in_one_process(**{**how, "run": replace(run, **how.get("run", {})), "ranks": range(d)})
 
 
-def likely_cause(ranks, due, step, run):
-    """Return the known mistake by which one process gets rank 0's snapshots, or "". `step`: the first that is wrong."""
+def likely_cause(ranks, due, step, run, otherwise):
+    """Return the known mistake by which one process gets rank 0's snapshots, or `otherwise`, or a guess.
+
+    step: the first one that is wrong.
+    """
     d, came = len(ranks), ranks[0].snapshots
     for cause, seen in mistaken_runs(run, d):
         if all(map(close, came, seen.snapshots)):
@@ -225,7 +229,7 @@ def likely_cause(ranks, due, step, run):
     if step == 1 and torch.isclose(own, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():  # that of its owner
         return NOT_AVERAGED
     is_near = (came[step] - due[step]).abs().max() < 0.01 * (due[step] - due[step - 1]).abs().max()
-    return ALMOST if is_near and not run.prefetch else ""
+    return otherwise or (ALMOST if is_near else UNKNOWN)
 
 
 def each_alone(run, d):

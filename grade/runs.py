@@ -108,7 +108,6 @@ class Run:
         return self.steps if self.prefetch else snapshot
 
 
-
 @dataclass
 class Seen:
     """Holds what a Run shows on a rank."""

@@ -94,7 +94,7 @@ def test_no_two_combinations_of_gradients_are_alike():
     ({}, "stays"), ({"if n_users and param": "if param"}, "has a gradient of zeros")])
 def test_what_no_rank_uses_may_stay_or_have_zeros(package, grade, lines, says):
     source = changed(inspect.getsource(graded.Whole), lines).replace("class Whole", "class DistributedOptimizer")
-    name = package("either", f"from tests.grade.graded import *\n\n\n{source}")
+    name = package(f"either_{len(lines)}", f"from tests.grade.graded import *\n\n\n{source}")
     printed = grade(name, graded.UNUSED, levels=[2])
     assert f"ok        {graded.UNUSED}\n            unused     what no rank uses {says}" in printed, printed
 
@@ -172,7 +172,7 @@ def test_a_stage_passes_levels_1_and_2(grade, what):
 
 
 def test_level_3_names_the_test_and_what_it_met(grade):
-    printed = grade(STAGES[1], "zero_grad_forgets", levels=[3])
+    printed = grade(STAGES[1], "zero grad forgets", levels=[3])
     assert "ok        zero grad forgets gradients reduced or not\n" in printed, printed
     name, expected, came, cause = complaint(grade(graded.Whole, "closure", levels=[3]))
     assert (name, expected) == ("closure and its loss", "expected  no exception (2 ranks)")
