@@ -183,7 +183,8 @@ class Movement:
             if seen.inner and not (stays := self.near(seen.inner.model, self.start)).all():
                 listed.append(f"rank {rank} elements {spans(~stays)}")
         if listed:  # moved by the inner optimizer
-            return shorten(f"nothing has moved in the end; in between {', '.join(listed)} had"), OVERWRITTEN
+            return (shorten(f"nothing has moved in the end; in between {', '.join(listed)} had"),
+                    self.comes_late() or OVERWRITTEN)
         stepped = [seen.inner for seen in self.ranks if seen.inner and len(seen.inner.own)]
         grads = [inner.grads for inner in stepped if inner.grads is not None]
         fed = "gradients" if any(grad.any() for grad in grads) else "zeros"

@@ -13,7 +13,6 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
     "empty parameter list": "a rank owns nothing here: give the inner optimizer a group without parameters then",
     "__init__() got an unexpected keyword": "the constructor hands on what it doesn't know: **optimizer_kwargs",
-    "__init__() takes": "docs/exercise.md has the constructor's arguments: (params, optimizer_cls, *, process_group)",
     "leaf Variable that requires grad": "step() and the constructor must run under torch.no_grad()",
     "SystemExit": "the program that trains decides when a rank ends, and not its optimizer",
     "cycle_momentum": "give torch.optim.Optimizer's constructor the defaults of the inner optimizer: betas and so on"}

@@ -93,8 +93,8 @@ def hints(drill, wrong, hint):
     return [*lines, ("hint", f"ARGS='--hint {hint + 1}' shows {shown}; ARGS=--answer shows the answer")]
 
 
-def what_next(grader, levels):
-    """Return what a learner does after a right verdict: what was left out, or the next drill, chapter or exercise."""
+def what_next(grader, left_out=""):
+    """Return what a learner does after a right verdict: grade the level that was `left_out`, or go on."""
     package = grader.package
     number = exercises.number_of_drill(package)
     stage = grader.facts.exercise_of
@@ -102,8 +102,8 @@ def what_next(grader, levels):
         return f"rm -rf {package} && make exercise STAGE=drill{number + 1} TO={package}"
     if number:
         return "that was the last drill; docs/incidents.md has the reports of these faults, and further ones"
-    if levels < 3:
-        return f"make grade STAGE={package}: level {levels + 1} was left out"
+    if left_out:
+        return f"make grade STAGE={package}, for level {left_out} was left out"
     if stage == STAGES[0]:
         return f"three other designs, docs/exercise.md#three-right-ways-to-do-it, then {STAGES[1]}/README.md"
     if stage in STAGES[:-1]:
@@ -120,7 +120,10 @@ def grade(grader, args):
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
     number = exercises.number_of_drill(grader.package)
-    levels = [RING] if grader.package.endswith(f".{RING}") else list(range(1, args.levels + 1))
+    last = 3 if facts.is_whole else 2
+    levels = list(range(1, min(args.levels, last) + 1))
+    if grader.package.endswith(f".{RING}"):
+        levels = [RING]
     if number:
         is_right = mends(number, grader, args.hint)
     elif args.only and not any(checks_of(level, grader, args.only)[1] for level in levels):
@@ -135,5 +138,6 @@ def grade(grader, args):
             if not is_right:
                 break
     if is_right and not args.only:
-        say(("", ""), ("next", what_next(grader, levels[-1] if facts.is_whole else 3)))
+        left_out = levels[-1] + 1 if levels[-1] in range(last) else ""
+        say(("", ""), ("next", what_next(grader, left_out)))
     return is_right

@@ -325,7 +325,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "docs/exercise.md lists the methods that each level asks for", "", "methods step() and zero_grad()"),
     "OtherArguments": Wrong(Right,
         {"self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs": "self, optimizer"},
-        BY_HAND, "rank r: TypeError: ", "docs/exercise.md has the constructor's arguments", "", NO_EXCEPTION),
+        BY_HAND, "rank r: TypeError: ", "the constructor hands on what it doesn't know", "", NO_EXCEPTION),
     "NoBroadcast": Wrong(Right, {"dist.broadcast(param.data, group=self.group, group_src=0)": "pass"}, START,
         "elements 0-15 of rank 1 are 1", "parameters are broadcast from the first rank"),
     "CopiesTooEarly": Wrong(Copies, {"    def owned(self):\n": "    def __init__(self, params, *args, **kwargs):\n"
@@ -480,7 +480,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "CopiesInAThread": Wrong(Right, {"    def send(": "    def send_late(", "self.send(param, self.owner[param])":
         "before = param.clone()\n            self.send_late(param, self.owner[param])\n"
         "            threading.Timer(0.1, param.data.copy_, [param.clone()]).start()\n            param.copy_(before)"},
-        BY_HAND, "nothing has moved, on any rank", by_hand.LATE),
+        BY_HAND, "not moved: elements 4-7, 12-15 on rank 0, elements 0-3, 8-11 on rank 1", by_hand.LATE),
     "OneStepOld": Wrong(Copies, {"param.copy_(received)": "param.copy_(self.sent.get(param, param))\n"
         "            self.sent[param] = received.clone()", "        self.copies =": "        self.sent = {}\n"
         "        self.copies ="}, BY_HAND, "nothing has moved, on any rank", by_hand.ONE_STEP_OLD),

@@ -67,7 +67,7 @@ def test_a_drill_is_hinted_at_until_it_is_mended(capsys, workers, tmp_path, monk
     assert mends(number, grader := Grader(right, workers), 1)
     assert capsys.readouterr().out.endswith("  The report …\n  Level 1: It trains …\n  Level 2: It is an optimizer …\n"
                                             f"ok drill {number}: mended\n\n{drill.answer}\n")
-    assert what_next(grader, 3).endswith(f"drill{number + 1} TO={right}" if number < 8 else "and further ones")
+    assert what_next(grader).endswith(f"drill{number + 1} TO={right}" if number < 8 else "and further ones")
 
 
 @pytest.mark.waits

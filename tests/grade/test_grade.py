@@ -18,6 +18,8 @@ from grade.report import passes, what_next
 from tests.common import STAGES
 from tests.grade import graded
 from tests.grade.graded import BY_HAND, NO_EXCEPTION, RIGHT, SOURCES, WRONG, changed
+from tests.pages import Page
+from tests.pages.test_chapters import OWN, is_in
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
@@ -174,7 +176,7 @@ def test_a_stage_passes_levels_1_and_2(grade, what):
 def test_level_3_names_the_test_and_what_it_met(grade):
     printed = grade(STAGES[1], "zero grad forgets", levels=[3])
     assert "ok        zero grad forgets gradients reduced or not\n" in printed, printed
-    name, expected, came, cause = complaint(grade(graded.Whole, "closure", levels=[3]))
+    name, expected, came, _, cause = complaint(grade(graded.Whole, "closure", levels=[3]))
     assert (name, expected) == ("closure and its loss", "expected  no exception (2 ranks)")
     assert re.match(r"came      rank [01]: TypeError: ", came) and "positional" in came
     assert cause == ('cause     make test ARGS="tests/stages/test_contract.py --stage whole '
@@ -226,7 +228,20 @@ def test_an_exercise_says_what_to_fill_in(grade, workers, tmp_path, stage):
     counts = {Path(path).name: len(asked) for path, asked in exercises.bodies()[stage].items() if asked}
     assert all(f"{count} {'bodies ' if number == 0 else ''}of `{file}`" in said
                for number, (file, count) in enumerate(counts.items())) or said.startswith("Fill in `sync_params`.")
-    assert [*STAGES, "make exercise STAGE=drill1"][int(stage[5])] in what_next(Grader(f"mine_{stage[5]}", workers), 3)
+    assert [*STAGES, "make exercise STAGE=drill1"][int(stage[5])] in what_next(Grader(f"mine_{stage[5]}", workers))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_chapter_shows_what_its_exercise_asks_for(stage):
+    left = [exercises.emptied(path, asked) for path, asked in exercises.bodies()[stage].items()]
+    for code in Page(f"{stage}/README.md").code():
+        assert code.startswith(OWN) or any(is_in(code, text) for text in left), f"an exercise asks for this:\n{code}"
+
+
+def test_what_was_left_out_is_next(workers, capsys):
+    ranks = Grader(f"{STAGES[0]}.optimizer", workers)
+    assert report.grade(ranks, Namespace(only="", levels=1))
+    assert capsys.readouterr().out.endswith(f"  next      make grade STAGE={ranks.package}, for level 2 was left out\n")
 
 
 def test_an_exercise_that_is_not_there_is_refused(tmp_path):
