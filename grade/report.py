@@ -104,6 +104,8 @@ def what_next(grader, left_out=""):
         return "that was the last drill; docs/incidents.md has the reports of these faults, and further ones"
     if left_out:
         return f"make grade STAGE={package}, for level {left_out} was left out"
+    if package.endswith(f".{RING}"):
+        return f"the chapter {STAGES[0]}/README.md, then its exercise"
     if stage == STAGES[0]:
         return f"three other designs, docs/exercise.md#three-right-ways-to-do-it, then {STAGES[1]}/README.md"
     if stage in STAGES[:-1]:
@@ -131,7 +133,8 @@ def grade(grader, args):
               file=sys.stderr)
         return False
     else:
-        print(f"The class is {facts.name}" if facts.name else "No class is found", flush=True)
+        if facts.name:
+            print(f"The class is {facts.name}", flush=True)
         is_right = True
         for level in levels:
             is_right = passes(level, grader, args.only)
