@@ -127,7 +127,11 @@ class Seen:
 
 
 class Training:
-    """Trains as a Run says, on one rank, and notes in `seen` what it sees."""
+    """Trains as a Run says, on one rank, and notes in `seen` what it sees.
+
+    candidate: the class that is graded, the rank, and the ledger's entries, as grade/on_ranks.py makes it.
+    ranks: those whose mean loss is trained on. factor: (step, micro-batch) -> what scales its gradients.
+    """
 
     def __init__(self, candidate, run, ranks, factor):
         self.candidate = candidate
@@ -214,7 +218,7 @@ class Training:
     def resume(self):
         """Save, and go on with another model, another optimizer, another scheduler."""
         states = copy.deepcopy([part.state_dict() for part in self.parts])
-        self.begin(self.candidate.rank + 10)
+        self.begin(seed=self.candidate.rank + 10)  # another model
         for part, state in zip(self.parts, states):
             part.load_state_dict(state)
 
@@ -242,17 +246,20 @@ class Training:
     def note_collectives(self):
         self.seen.entries = self.entries[self.step_start :]
         self.seen.n_in_backward = self.backward_stop - self.step_start
-        self.seen.after_inner = self.entries[self.inner_step_start or self.backward_stop :]
+        updated = self.backward_stop if self.inner_step_start is None else self.inner_step_start
+        self.seen.after_inner = self.entries[updated:]
         self.seen.never_awaited = [entry for entry in self.seen.entries
                                    if not entry.is_awaited and entry.kind not in ("send", "barrier")]  # no result
 
     def count(self, memory):
         """Count the optimizer's state, and the bytes of all tensors."""
-        inner = self.stepped - {self.optimizer} or self.stepped  # an outer optimizer may show the inner one's state
+        inner = self.stepped
+        if len(inner) > 1:
+            inner = inner - {self.optimizer}  # an outer optimizer may show the inner one's state
         moments = [plain for optimizer in inner for state in optimizer.state.values() for value in state.values()
                    if torch.is_tensor(value) and value.dim() for plain in plain_tensors(value)]
         self.seen.n_state = sum(int(value.count_nonzero()) for value in moments)
-        del moments
+        del moments  # they would count
         self.seen.held = memory.settle()
         self.keep_params()
 
