@@ -87,7 +87,8 @@ def main():
         print(exercises.answer(number))
         return 0
     print(f"Grading {package}: torch is loaded first, which takes seconds", flush=True)
-    start_forkserver("grade.on_ranks")  # it loads torch for the ranks, while this process loads torch for itself
+    # It loads torch for the ranks, while this process loads torch for itself.
+    start_forkserver(("torch._dynamo", "grade.on_ranks"))
     if args.watch:
         return watch(package, args)
     from grade import grader, report
