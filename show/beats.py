@@ -1,7 +1,7 @@
-"""What the page says: eight to twelve beats a stage, five of the idea, three a bug; and the formulas of its counters.
+"""The sentences of the page, a Beat for each moment that it shows; and formulas for its counters.
 
-A beat stands where rank 0 has done a line: `code` is a part of it, `visit` counts how often rank 0 has come to it.
-Numbers in braces are facts of the recording. What stands in brackets is the caption of that beat in a scene.
+A beat is shown when rank 0 has executed the line that contains `code`. Numbers in braces are facts of the recording.
+Words in brackets are the caption of the beat in a scene: a beat without brackets is on the page only.
 """
 
 import re
@@ -12,46 +12,50 @@ from typing import NamedTuple
 class Beat(NamedTuple):
     says: str
     code: str
-    visit: int = 0
-    also: tuple = ()  # other lines of that function that do it
-    look: str = ""  # the row to look at
-    right: tuple = ()  # (code, visit) in the recording beside it, where that isn't the same line
+    visit: int = 0  # which execution of the line, from 0 on; -1: the last. An all-reduce has two, one for each half
+    also: tuple = ()  # parts of other lines of the same function, which are marked too
+    look: str = ""  # the row of memory that the sentence is about
+    right: tuple = ()  # (code, visit) in the recording that is shown beside this one, where that is another line
 
 
 NUMBERS = "none one two three four five six seven eight".split()
 START, BACKWARD = "for batch in batches:", "loss.backward()"
 FLAT = ("flat = flatten(",)
+ALL_REDUCE = "dist.all_reduce(flat"
 LEAVES, LANDS = "return [dist.reduce_scatter_tensor", "torch._foreach_copy_(targets"
 ARRIVED = "self.last_param_sync, self.param_sync ="
 OWNED = (  # stages 1 and 2, until parameters are sent
     Beat("[Each of the {tensors} tensors has one owner: its colour.] Only the owner will update it. All ranks hold "
          "all parameters.", START, look="parameters"),
     Beat("[The backward pass leaves all {numel} gradients on every rank.]", BACKWARD, -1, look="gradients"),
-    Beat("As in replicated training: copied into one flat tensor, and divided by the number of ranks.",
-         "flat /= self.world_size", also=FLAT, look="average: flat"),
-    Beat("[An all-reduce gives every rank the average of every gradient.]", "dist.all_reduce(flat",
-         look="average: flat"),
-    Beat("A rank will read only the averages of what it owns. The others are garbage (grey) at once: they were "
-         "sent for nothing.", "self.average(", -1, look="gradients"),
+    Beat("As in replicated training, [each rank copies them into one flat tensor, divided by 4. Grey is garbage: "
+         "nobody reads it again.]", "flat /= self.world_size", also=FLAT, look="average: flat"),
+    Beat("[First half of the all-reduce, a reduce-scatter: each rank averages a quarter.] A rank sends 3/4 of {whole} "
+         "B: {half} B.", ALL_REDUCE, look="average: flat"),
+    Beat("[Second half, an all-gather: each rank sends its quarter to all other ranks.] Now a rank has sent {both} B, "
+         "and holds all {numel} averages.", ALL_REDUCE, 1, look="average: flat"),
+    Beat("[Each rank copies the averages back. It will read those of its own tensors]; the others were sent for "
+         "nothing, and are garbage at once.", "self.average(", -1, look="gradients"),
     Beat("[Each rank updates what it owns], and keeps moments of {least} to {most} elements instead of {numel}.",
          "self.optimizer.step()", look="exp_avg"),
 )
 BEATS = {
     # Stage 3, with replicated training beside it.
     "idea": (
-        Beat("Right, DDP: an all-reduce has given every rank all {numel} averages (solid). Left, stage 3: nothing is "
-             "sent yet, and each rank holds its own gradients (striped).", "self.flat /= self.world_size",
-             look="GradBuffer.flat", right=("dist.all_reduce(flat", 0)),
-        Beat("Left: half of an all-reduce. Rank r receives line r of all other ranks, and adds it up. A rank has sent "
-             "{half} B, with DDP {both} B.", "dist.reduce_scatter_tensor(", look="GradBuffer.flat",
-             right=("torch._foreach_copy_(grads", 0)),
-        Beat("Each rank updates the {shard} elements whose averages it has, and so needs only their moments. With DDP "
-             "every rank updates all {numel}, and keeps all moments.", "self.optimizer.step()", look="exp_avg"),
-        Beat("Left: the other half. The all-gather carries updated parameters, where DDP's all-reduce carried "
-             "averages. Now every rank has all {numel} new parameters.", "dist.all_gather_into_tensor(",
-             look="GradBuffer.flat", right=("self.sync_params()", 0)),
+        Beat("Each rank has gradients of its own, {numel} of them (striped), and has divided them by d. Neither stage 3 "
+             "nor DDP has sent anything yet.", "self.flat /= self.world_size", look="GradBuffer.flat",
+             right=("flat /= self.world_size", 0)),
+        Beat("Both begin with a reduce-scatter: rank r receives line r of all other ranks, and adds it up. The rest is "
+             "garbage (grey): nobody reads it. A rank has sent {half} B.", "dist.reduce_scatter_tensor(",
+             look="GradBuffer.flat", right=(ALL_REDUCE, 0)),
+        Beat("DDP goes on with the other half of its all-reduce: an all-gather of the averages. In stage 3 each rank "
+             "updates first: the {shard} elements whose averages it has.", "self.optimizer.step()", look="exp_avg",
+             right=(ALL_REDUCE, 1)),
+        Beat("Stage 3's all-gather carries new parameters, where DDP's carried averages. With DDP every rank updates "
+             "all {numel} elements, and keeps all their moments.", "dist.all_gather_into_tensor(",
+             look="GradBuffer.flat", right=("self.optimizer.step()", 0)),
         Beat("The same parameters, and the same {both} B sent. But of 16 bytes per parameter DDP holds 8 in moments, "
-             "on every rank; stage 3 holds 8/d.", "return hidden", -1, look="exp_avg_sq"),
+             "on every rank; stage 3 holds 8/d.", "return hidden", -1, look="parameters"),
     ),
     "0": (
         Beat("Four ranks hold the same {numel} parameters, in {tensors} tensors. Each is about to train on a batch of "
@@ -60,8 +64,11 @@ BEATS = {
              look="gradients"),
         Beat("Each rank copies its gradients into one flat tensor, and divides them by the number of ranks: the sum "
              "over the ranks will be the average.", "flat /= self.world_size", also=FLAT, look="sync_grads: flat"),
-        Beat("The all-reduce adds up the gradients of all ranks, and gives every rank all {numel} sums. Each rank "
-             "sends 3/4 of {whole} B twice: {both} B.", "dist.all_reduce(flat", look="sync_grads: flat"),
+        Beat("First half of the all-reduce, a reduce-scatter: rank r receives line r of all other ranks, and adds it "
+             "up. Its other lines are garbage. A rank sends 3/4 of {whole} B: {half} B.", ALL_REDUCE,
+             look="sync_grads: flat"),
+        Beat("Second half, an all-gather: each rank sends its line of averages to all other ranks. A rank has sent "
+             "3/4 of {whole} B twice: {both} B.", ALL_REDUCE, 1, look="sync_grads: flat"),
         Beat("The averages take the place of the gradients.", "torch._foreach_copy_(grads", look="gradients"),
         Beat("The flat tensor is released. Every rank holds the same {numel} averages.", "self.sync_grads()", -1),
         Beat("Every rank updates all {numel} parameters, and keeps two moments of each: the same work, four times.",
@@ -78,7 +85,7 @@ BEATS = {
              look="parameters"),
         Beat("[Rank 1's turn: while it sends, the other ranks only receive.]", LANDS, 2, look="parameters"),
         Beat("Ranks 2 and 3 have had their turns: every rank has all new parameters.", LANDS, -1, look="parameters"),
-        Beat("The gradients are released. Each rank keeps [a quarter of the moments, for 1.5 times DDP's bytes.]",
+        Beat("The gradients are released. Each rank keeps [a quarter of the moments, and has sent {sent} B: 1.5 times DDP's {both}.]",
              "return hidden", -1),
     ),
     "2": (
@@ -86,12 +93,13 @@ BEATS = {
         Beat("The ranks own {least} to {most} elements, but an all-gather takes equal parts. So [each rank pads its "
              "shard to {most}], and makes room for all four.", "gathered = padded.new_empty",
              also=("padded = self.shards",), look="sync_params: padded"),
-        Beat("[One all-gather replaces four broadcasts: all ranks send at once.]", "dist.all_gather_into_tensor(",
+        Beat("[One all-gather replaces four broadcasts. It sends the padding, too.] A rank sends 3 times {most} elements."
+             , "dist.all_gather_into_tensor(",
              look="sync_params: gathered"),
         Beat("[Each rank cuts off the padding, and copies everything to its model.]", "self.sync_params()", -1,
              look="parameters"),
-        Beat("The gradients are released. Stage 2 sends the bytes of stage 1 and some padding, in fewer turns.",
-             "return hidden", -1),
+        Beat("The gradients are released. Stage 2 sends the bytes of stage 1 and the padding, {sent} B, in fewer "
+             "turns.", "return hidden", -1),
     ),
     "3": (
         Beat("State 1 of 5, ZEROS: [each rank's buffer holds zeros. Rank r owns line r], even where a parameter "
@@ -101,7 +109,7 @@ BEATS = {
         Beat("[Each rank divides its gradients by the number of ranks, in place.]", "self.flat /= self.world_size",
              look="GradBuffer.flat"),
         Beat("State 3, GRAD_SHARD: half of an all-reduce. [Reduce-scatter: rank r receives all others' line r and adds "
-             "it up.] Its other lines are garbage. Each rank sends 3 lines: {half} B.", "dist.reduce_scatter_tensor(",
+             "it up. The rest is garbage: nobody reads it.] A rank sends 3 lines: {half} B.", "dist.reduce_scatter_tensor(",
              look="GradBuffer.flat"),
         Beat("[Each rank updates the {shard} elements that it owns], from its averages, which are used up then. AdamW "
              "creates two moments of each: {moments} B.", "self.optimizer.step()", look="exp_avg"),
@@ -116,11 +124,11 @@ BEATS = {
         Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
     ),
     "4": (
-        Beat("The parameters lie in one buffer, in {buckets} buckets side by side. Line r of each belongs to rank r.",
+        Beat("[The parameters lie in one buffer, in {buckets} buckets side by side. Line r of each belongs to rank r.]",
              START, look="ParameterBuffer.flat"),
-        Beat("The backward pass has done the last layer: its gradients are complete. So bucket 1 is full, and can be "
-             "sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
-        Beat("They are copied into a bucket buffer, and released. The four shards of the bucket lie there one after "
+        Beat("[The backward pass has done the last layer: its gradients are complete, so bucket 1 is full], and can "
+             "be sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
+        Beat("[They are copied into a bucket buffer, and released.] The four shards of the bucket lie there one after "
              "another: follow the colours.", "param.grad = None", also=("torch._foreach_copy_(slots",),
              look="BucketBuffer.sent"),
         Beat("[Bucket 1's reduce-scatter starts, and nobody waits for it]: the backward pass goes on.", LEAVES,
@@ -140,8 +148,9 @@ BEATS = {
              "if not self.prefetching:", also=("bucket.start_param_sync()",), look="ParameterBuffer.flat"),
         Beat("[The first layer waits for its own bucket, and for no other.] Dashed parameters are old until theirs "
              "arrives.", ARRIVED, also=("work.wait()",), look="ParameterBuffer.flat"),
-        Beat("[Layer by layer the other buckets arrive.] Both halves of the all-reduce were in flight while the model "
-             "computed, and no rank held all averages.", "return hidden", -1, look="ParameterBuffer.flat"),
+        Beat("[Layer by layer the other buckets arrive.] A rank has sent {sent} B, as with DDP: both halves of the "
+             "all-reduce, while the model computed. No rank held all averages.", "return hidden", -1,
+             look="ParameterBuffer.flat"),
     ),
     "1-copy": (
         Beat("Here the runs part: rank 0's new parameters have arrived on every rank, but nobody copies them to the "
@@ -203,6 +212,7 @@ def facts(recording):
     half = 4 * numel * (d - 1) // d
     return {"numel": numel, "tensors": NUMBERS[len(params)], "whole": 4 * numel, "half": half, "both": 2 * half,
             "shard": NUMBERS[numel // d] if numel // d <= 8 else numel // d, "moments": 8 * numel // d,
+            "sent": int(recording["sent_bytes"]),
             "least": owned[0], "most": owned[-1], "own": recording["owners"].count(0),
             "buckets": NUMBERS[n_buckets], "others": NUMBERS[max(0, n_buckets - 1)]}
 
@@ -221,20 +231,27 @@ def formulas(id, recording):
         "3": ((twice, 8 * numel), sharded),
         "4": ((twice, 8 * numel),
               ("(4 + 12/d)Ψ + two buckets", (4 + 12 / d) * numel + 2 * 4 * rows.get("BucketBuffer.sent", 0))),
-    }[id.replace("idea", "3")]
+    }[re.sub("idea.*", "3", id)]
     return {"sent": sent[0], "sent_bytes": sent[1] * (d - 1) // d, "held": held[0], "held_bytes": int(held[1]),
             "ddp_sent": 8 * numel * (d - 1) // d, "ddp_held": 16 * numel}
 
 
 def visits(recording, code):
-    """-> (frame, function, line) of each time that rank 0 comes to a line with `code`, when it is done."""
-    places, before = [], None
+    """Return (frame, function, line) of each time that rank 0 has executed a line with `code`."""
+    first_halves = {max(arrow[4] for arrow in operation["arrows"]) for operation in recording["operations"]
+                    if operation["kind"] == "reduce-scatter" and operation["whole"] == "all-reduce"}
+    places = []
+    before = None
     for index, frame in enumerate(recording["frames"]):
         stack = dict(frame["at"]).get(0)
-        for function, line in [] if stack is None else recording["stacks"][stack][-1:]:
-            if code in lines_of(recording, function)[line - 1]:
-                places[len(places) - (before == (function, line)) :] = [(index, function, line)]
-            before = function, line
+        if stack is None:  # rank 0 waits
+            continue
+        here = function, line = tuple(recording["stacks"][stack][-1])
+        if code in lines_of(recording, function)[line - 1]:
+            if here == before and places[-1][0] not in first_halves:
+                places.pop()
+            places.append((index, function, line))
+        before = here
     return places
 
 
@@ -248,7 +265,7 @@ def resolved(id, recording, right=None):
 
     `right` is the recording that is shown beside it, and in a beat the frame of that.
     """
-    return [resolved_beat(beat, recording, right) for beat in BEATS.get(id, ())]
+    return [resolved_beat(beat, recording, right) for beat in BEATS.get(re.sub("idea.*", "idea", id), ())]
 
 
 def resolved_beat(beat, recording, right):
@@ -268,7 +285,7 @@ def resolved_beat(beat, recording, right):
 
 
 def edit_of(program, recording, right):
-    """-> the edit as a diff: file, its first line in the edited source, lines that have gone, how many have come."""
+    """Return the edit as a diff: file, its first line in the edited source, the lines removed, how many are added."""
     name, before, after = program.edit
     file = [title for title, _ in recording["files"]].index(name)
     original = right["files"][file][1]

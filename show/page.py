@@ -28,13 +28,15 @@ ONE, TWO, THREE, FOUR = (replace(WHOLE, package=stage, **toy) for stage, toy in 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page. `right`: what it is compared with."""
+    """A program of the page. `right`: what it is compared with. `tab`: the tab that leads to it, where it isn't its own.
+    """
     id: str
     short: str
     title: str
     program: Program
     right: Program | None = None
     is_bug: bool = False
+    tab: str = ""
 
 
 def bug(id, short, title, program, before, after):
@@ -42,8 +44,13 @@ def bug(id, short, title, program, before, after):
     return Shown(id, short, title, edited, right=program, is_bug=True)
 
 
+def idea(d, id, tab=""):
+    title = "An all-reduce in two halves, with the update between them."
+    return Shown(id, "idea", title, replace(THREE, ranks=d), right=replace(WHOLE, ranks=d), tab=tab)
+
+
 SHOWN = (
-    Shown("idea", "idea", "An all-reduce in two halves, with the update between them.", THREE, right=WHOLE),
+    idea(4, "idea"),
     Shown("0", "0 replicated", "Replicated training: nothing is sharded.", WHOLE),
     Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE),
     Shown("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO),
@@ -66,14 +73,19 @@ SHOWN = (
         "        if bucket.is_full():\n            self.send_grads(bucket)\n"),
     bug("4-wait", "4: waits for another bucket", "Bug of stage 4: a layer waits for another bucket than its own.",
         FOUR, "self.bucket_of[param].finish_param_sync()", "self.buckets[-1].finish_param_sync()"),
+    idea(2, "idea-2", tab="idea"),
+    idea(8, "idea-8", tab="idea"),
 )
 
 
 def all_recordings():
     """Return the recordings of SHOWN, with what the page says of them, then those that they are compared with."""
     programs = {program for shown in SHOWN for program in (shown.program, shown.right) if program}
-    with Workers(4, timeout_s=600) as workers:
-        recorded = {program: frames.recording(workers.run(record_rank, program), program) for program in programs}
+    recorded = {}
+    for d in sorted({program.ranks for program in programs}):
+        with Workers(d, timeout_s=600) as workers:
+            recorded |= {program: frames.recording(workers.run(record_rank, program), program)
+                         for program in programs if program.ranks == d}
     for recording in recorded.values():
         for storage, places in zip(recording["storages"], layout.places(recording)):
             storage["places"] = places
@@ -81,7 +93,7 @@ def all_recordings():
     for shown in SHOWN:
         recording = recorded[shown.program]
         right = recorded.get(shown.right)
-        details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug,
+        details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug, "tab": shown.tab,
                    "beats": beats.resolved(shown.id, recording, right)}
         if shown.is_bug:
             details["edit"] = beats.edit_of(shown.program, recording, right)
@@ -108,7 +120,7 @@ def page(recordings):
     css, js, calculator, text = (
         (ROOT / "show/page" / name).read_text(encoding="utf-8").strip() for name in (*PARTS, "watch.html"))
     parts = {"css": f"{picture.CSS}\n{css}", "js": f"{js}\n\n{calculator}\n\nstart();", "light": picture.THEMES[""],
-             "dark": picture.THEMES["_dark"], "patterns": picture.patterns(),
+             "dark": picture.THEMES["_dark"], "patterns": picture.patterns(n_owners=8),
              "data": base64.b64encode(packed).decode()}
     for name, part in parts.items():
         text = text.replace(f"/*{name}*/", part)

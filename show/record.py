@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 
+from harness.ledger import Ledger, wire_bytes
+
 from . import frames, labels, loop
 from .trace import Trace
 from .wires import Wires
@@ -139,12 +141,15 @@ def run_traced(rank, program, package, weights, grads):
         for _, transport in all_of("Transport") if hasattr(cls, "transport_for") else ():
             native = staticmethod(lambda group, device, dtype, transport=transport: transport(group))
             patches.enter_context(mock.patch.object(cls, "transport_for", native))
-        with wires.averaging(), wires, trace:
+        with wires.averaging(), Ledger() as counted, wires, trace:
             optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
             if hasattr(optimizer, "prefetch_params"):
                 optimizer.prefetch_params(model)
+            counted.entries.clear()  # what building the optimizer has sent is no step's
             getattr(loop, program.loop)(model, optimizer, batches)
             getattr(optimizer, "finish_param_sync", lambda: None)()
+    trace.sent_bytes = sum(wire_bytes(entry.kind, entry.size, entry.group_size, "nccl")
+                           for entry in counted.entries) / len(batches)
     return trace
 
 
@@ -183,7 +188,8 @@ def record_rank(rank, program):
             storages[uid] = described(trace.storages[uid], rank.rank, len(event.memory[uid]), program.ranks)
     spans = [(trace.uid_of(param), param.storage_offset(), param.numel()) for param in trace.stepped()]
     owned = {cell[2] for uid, start, numel in spans for cell in events[0].memory.get(uid, ())[start : start + numel]}
-    return {"events": events, "storages": storages, "owned": owned, "sources": sources}
+    return {"events": events, "storages": storages, "owned": owned, "sources": sources,
+            "sent_bytes": trace.sent_bytes}
 
 
 def with_contents(operation, memory, storages):
