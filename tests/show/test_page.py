@@ -267,6 +267,25 @@ def test_pictures_play_as_images(started, tmp_path, scheme, theme):
         assert len(shots) == 3, name
 
 
+FLOWN = """async () => {
+    let flown = 0;
+    new MutationObserver((all) => all.forEach((one) => { flown += one.addedNodes.length; }))
+        .observe($("flying"), { childList: true });
+    speed = 4;
+    while (!isLast()) await new Promise((done) => setTimeout(done, step(1) / speed + 50));
+    return flown; }"""
+
+
+@in_a_browser
+@pytest.mark.parametrize("program", [*IDEAS, *STAGES])
+def test_the_page_flies_the_cells_that_the_ledger_counts(started, program):
+    """Each message once, in whichever beat; of `idea` in both panels. A phone's rows are fewer."""
+    with opened(started, program) as shown:
+        sent = PROGRAMS[program]["ranks"] * PROGRAMS[program]["sent_bytes"] * (2 if program in IDEAS else 1)
+        assert 4 * shown.evaluate(FLOWN) == sent
+        assert f"sent {PROGRAMS[program]['sent_bytes']:g} B" in shown.inner_text("#meters")
+
+
 @in_a_browser
 @pytest.mark.parametrize("program", [*STAGES, *BUGS])
 def test_it_opens_as_chapters_link_to_it_and_plays_to_the_last_number(started, program):
