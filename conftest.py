@@ -16,7 +16,7 @@ from multiprocessing.managers import BaseManager
 import pytest
 import torch
 
-from harness.workers import WorkerError, Workers, start_forkserver
+from harness.ranks.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES, in_groups_of_its_own
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.

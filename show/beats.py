@@ -42,8 +42,8 @@ OWNED = (  # stages 1 and 2, until parameters are sent
 BEATS = {
     # Stage 3, with replicated training beside it.
     "idea": (
-        Beat("Each rank has gradients of its own, {numel} of them (striped), and has divided them by d. Neither stage 3 "
-             "nor DDP has sent anything yet.", "self.flat /= self.world_size", look="GradBuffer.flat",
+        Beat("Each rank has gradients of its own, {numel} of them (striped), and has divided them by d. Neither stage "
+             "3 nor DDP has sent anything yet.", "self.flat /= self.world_size", look="GradBuffer.flat",
              right=("flat /= self.world_size", 0)),
         Beat("Both begin with a reduce-scatter: rank r receives line r of all other ranks, and adds it up. The rest is "
              "garbage (grey): nobody reads it. A rank has sent {half} B.", "dist.reduce_scatter_tensor(",
@@ -85,16 +85,16 @@ BEATS = {
              look="parameters"),
         Beat("[Rank 1's turn: while it sends, the other ranks only receive.]", LANDS, 2, look="parameters"),
         Beat("Ranks 2 and 3 have had their turns: every rank has all new parameters.", LANDS, -1, look="parameters"),
-        Beat("The gradients are released. Each rank keeps [a quarter of the moments, and has sent {sent} B: 1.5 times DDP's {both}.]",
-             "return hidden", -1),
+        Beat("The gradients are released. Each rank keeps [a quarter of the moments, and has sent {sent} B: 1.5 times "
+             "DDP's {both}.]", "return hidden", -1),
     ),
     "2": (
         *OWNED,
         Beat("The ranks own {least} to {most} elements, but an all-gather takes equal parts. So [each rank pads its "
              "shard to {most}], and makes room for all four.", "gathered = padded.new_empty",
              also=("padded = self.shards",), look="sync_params: padded"),
-        Beat("[One all-gather replaces four broadcasts. It sends the padding, too.] A rank sends 3 times {most} elements."
-             , "dist.all_gather_into_tensor(",
+        Beat("[One all-gather replaces four broadcasts. It sends the padding, too.] A rank sends 3 times {most} "
+             "elements.", "dist.all_gather_into_tensor(",
              look="sync_params: gathered"),
         Beat("[Each rank cuts off the padding, and copies everything to its model.]", "self.sync_params()", -1,
              look="parameters"),
@@ -109,8 +109,8 @@ BEATS = {
         Beat("[Each rank divides its gradients by the number of ranks, in place.]", "self.flat /= self.world_size",
              look="GradBuffer.flat"),
         Beat("State 3, GRAD_SHARD: half of an all-reduce. [Reduce-scatter: rank r receives all others' line r and adds "
-             "it up. The rest is garbage: nobody reads it.] A rank sends 3 lines: {half} B.", "dist.reduce_scatter_tensor(",
-             look="GradBuffer.flat"),
+             "it up. The rest is garbage: nobody reads it.] A rank sends 3 lines: {half} B.",
+             "dist.reduce_scatter_tensor(", look="GradBuffer.flat"),
         Beat("[Each rank updates the {shard} elements that it owns], from its averages, which are used up then. AdamW "
              "creates two moments of each: {moments} B.", "self.optimizer.step()", look="exp_avg"),
         Beat("State 4, PARAM_SHARD: [each rank writes its updated parameters where its averages were.] The rest is "

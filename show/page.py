@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import STAGES
-from harness.workers import Workers
+from harness.ranks.workers import Workers
 
 from . import beats, frames, layout, picture, replicated
 from .record import CORE_FILES, Program, record_rank
@@ -28,8 +28,7 @@ ONE, TWO, THREE, FOUR = (replace(WHOLE, package=stage, **toy) for stage, toy in 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page. `right`: what it is compared with. `tab`: the tab that leads to it, where it isn't its own.
-    """
+    """A program of the page. `right`: what it is compared with. `tab`: the id of the tab that leads to it, or its own."""
     id: str
     short: str
     title: str

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from harness.ledger import Ledger, wire_bytes
+from harness.measuring.ledger import Ledger, wire_bytes
 
 from . import frames, labels, loop
 from .trace import Trace

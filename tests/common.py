@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from harness import STAGES as STAGES
-from harness import alone
-from harness.meeting import join
+from harness.ranks.meeting import join, rank_0_of
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -88,7 +87,7 @@ def loss_of(model, x, y):
     return F.mse_loss(model(x), y)
 
 
-one_rank_of = alone.rank_0_of  # of d: the real code runs, and nothing is sent
+one_rank_of = rank_0_of  # of d: the real code runs, and nothing is sent
 
 
 # ------------------------------------------------------------------------------------- how a test of stages is written

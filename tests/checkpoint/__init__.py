@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from harness.meeting import Rank
+from harness.ranks.meeting import Rank
 from tests.common import STAGES, Net, batch, loss_of, optimizer_of
 
 SHARDED = STAGES[2:]

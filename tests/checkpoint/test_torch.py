@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from checkpoint import full_state_dict
 from guard.chained import Chained
 from guard.flat_shard import FlatShard, boxes_of
-from harness.gpt import GPT, GPTConfig
+from harness.training.models import GPT, GPTConfig
 from tests.checkpoint import SHARDED, a_run, train, wrapped
 from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of, situation

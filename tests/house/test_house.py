@@ -13,8 +13,7 @@ import pytest
 
 import conftest
 from guard.guarded import Guarded
-from harness.diff import parts_of
-from harness.take import CORE, code_lines
+from harness.publishing.stages import CORE, code_lines, parts_of
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from harness.take import VERSION, take
+from harness.publishing.stages import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of

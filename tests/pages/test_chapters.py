@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from harness.take import CORE
+from harness.publishing.stages import CORE
 from show.page import SHOWN
 from tests.common import STAGES
 from tests.pages import Page

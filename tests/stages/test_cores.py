@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from harness import FOUR, ONE, THREE, TWO
-from harness.ledger import Ledger
-from harness.memory import Memory
+from harness.measuring.ledger import Ledger
+from harness.measuring.memory import Memory
 from stage3_gradbuffer.buffer import padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.buffer import bucket_layout
 from tests.common import OPTIMIZERS, Net, on_ranks, one_rank_of, optimizer_of

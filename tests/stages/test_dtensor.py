@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
-from harness.gpt import GPT, GPTConfig, share_layers
-from harness.reference import DistributedOptimizer as Replicated
+from harness.training.models import GPT, GPTConfig, share_layers
+from harness.training.replicated import DistributedOptimizer as Replicated
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local

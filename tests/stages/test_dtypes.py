@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from harness import FOUR, STAGES, THREE
-from harness.alone import STATES, record
-from harness.models import NAMED
+from harness.planning.alone import STATES, record
+from harness.training.models import NAMED
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
 from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.ledger import Collective, Ledger, wire_bytes
+from harness.measuring.ledger import Collective, Ledger, wire_bytes
 from tests.common import STAGES, on_ranks, optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]

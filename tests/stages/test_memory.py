@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.memory import REST, Memory, mark_grads, mark_state
+from harness.measuring.memory import REST, Memory, mark_grads, mark_state
 from tests.common import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_kinds_of_a_step(rank):
 # what Linux counts besides (libraries, code, threads) doesn't grow any more.
 PROGRAM = """
 import torch
-from harness.memory import REST, Memory, mark_grads, mark_state
+from harness.measuring.memory import REST, Memory, mark_grads, mark_state
 
 def peak_rss():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])

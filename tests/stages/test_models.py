@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from checkpoint import full_state_dict
 from harness import FOUR, ONE, STAGES, THREE, TWO
-from harness.ledger import Ledger
+from harness.measuring.ledger import Ledger
 from tests.common import Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import SGD, SMALL, Pair, Replicated, assert_same, backward, parameter_of, sgd_of, train
 from tests.ranks import ROOT

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from harness.ledger import Ledger
+from harness.measuring.ledger import Ledger
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.drops import UNDER_WAY

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import checkpoint
 from guard.chained import Chained, method_of_each
-from harness.gpt import GPT, GPTConfig
+from harness.training.models import GPT, GPTConfig
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of
 from tests.pairs import SGD, UNFUSED, assert_same, backward
 from tests.stages.test_contract import two_groups

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from checkpoint import full_state_dict, load, reshard, save
-from harness import corpus
-from harness.gpt import GPT, MODELS
-from harness.ledger import Ledger
+from harness.measuring.ledger import Ledger
+from harness.training import corpus
+from harness.training.models import GPT, MODELS
 from tests.common import error_of, on_ranks, one_rank_of, situation
 from variants import same_bits
 

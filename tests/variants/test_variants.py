@@ -16,11 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
 from grade.variants import BlockSGD
-from harness import losses, results, rows, two_hosts
-from harness.ledger import Ledger
-from harness.pages import rewritten
-from harness.results import Made, Report, Row
-from harness.take import code_lines
+from harness.measuring import losses, two_hosts
+from harness.measuring.ledger import Ledger
+from harness.publishing import results
+from harness.publishing.pages import rewritten
+from harness.publishing.results import Made, Report, Row
+from harness.publishing.stages import code_lines
+from harness.training import rows
 from tests.checkpoint import test_full_state
 from tests.common import error_of, on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import ADAMW, Pair
