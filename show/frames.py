@@ -37,7 +37,7 @@ def folded(events):
                                             or not inner.is_line and inner.stack[-1:] == place, events[index + 1 :])]
         is_again = result and event.is_line and seen.get(place) == n_starts
         if is_again and not any(inner.starts or inner.ends and len(inner.stack) > depth for inner in body):
-            result[-1].memory = body[-1].memory
+            result[-1].cells = body[-1].cells
             result[-1].ends += [key for inner in body for key in inner.ends]
             index += len(body)
             continue
@@ -74,7 +74,7 @@ def recording(records, program, title=""):
     sources = records[0]["sources"]
     functions = [function for file, source in enumerate(sources.values())
                  for function in functions_in(file, ast.parse(source))]
-    used = ((rank, uid) for rank, events in enumerate(ranks) for event in events for uid in event.memory)
+    used = ((rank, uid) for rank, events in enumerate(ranks) for event in events for uid in event.cells)
     storages = {key: number for number, key in enumerate(dict.fromkeys(used))}
     stacks, cells, frames = {}, {}, []  # stacks, cells: each -> its number
     before = [{} for _ in ranks]
@@ -84,12 +84,12 @@ def recording(records, program, title=""):
         for rank, event in events.items():
             stack = tuple((function_at(place, functions, list(sources)), place.line) for place in event.stack)
             frames[-1]["at"].append([rank, stacks.setdefault(stack, len(stacks))])
-            for uid in {**before[rank], **event.memory}:
-                values = event.memory.get(uid)
+            for uid in {**before[rank], **event.cells}:
+                values = event.cells.get(uid)
                 if values != before[rank].get(uid):
                     numbers = values and [cells.setdefault(cell, len(cells)) for cell in values]
                     frames[-1]["memory"].append([storages[rank, uid], numbers])
-            before[rank] = event.memory
+            before[rank] = event.cells
     steppers = [[rank for rank, record in enumerate(records) if element in record["owned"]]
                 for element in range(sum(program.params))]
     return {

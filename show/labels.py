@@ -19,9 +19,8 @@ import bisect
 from collections import defaultdict
 from typing import NamedTuple
 
-import torch
-
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # rows of moments; the first is the average itself after a step
+TOLERANCE = 1e-5  # relative, of sums in fp32
 NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
 # Phases in which no gradient is used any more: one that is left in a bucket buffer may only be sent as padding.
 AFTER_GRADS = ("step_own", "sync_params", "zero_grad", "forward")
@@ -36,11 +35,10 @@ class Label(NamedTuple):
 class Table:
     """Finds labels by value. weights: (n,), at first; grads: (steps, d, n); later: (n,) after each replicated step."""
 
-    def __init__(self, weights, grads, later, dtype):
-        self.tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    def __init__(self, weights, grads, later):
         known = [("parameter", version, values) for version, values in enumerate([weights, *later])]
         for step, of_ranks in enumerate(grads):
-            shares = of_ranks.float() / len(of_ranks)
+            shares = of_ranks / len(of_ranks)
             known += [("gradient", rank, values) for rank, values in enumerate(of_ranks)]
             known += [("share", rank, values) for rank, values in enumerate(shares) if len(shares) > 1]
             known += [("average", step, shares.sum(0))]
@@ -50,7 +48,7 @@ class Table:
 
     def find(self, value, element):
         """-> the label of the nearest value, of `element` if that is known; or None."""
-        margin = abs(value) * self.tolerance
+        margin = abs(value) * TOLERANCE
         first = bisect.bisect_left(self.values, value - margin)
         last = bisect.bisect_right(self.values, value + margin)
         near = [(abs(known - value), label) for known, label in self.entries[first:last]]
@@ -90,15 +88,14 @@ def label_of(table, value, place, homes):
 
 
 def put_cells(trace, labels, telling, steps):
-    """Make `memory` of each event of `trace` {storage: its cells, (value, kind, element, origin) each}. telling: events
+    """Fill `cells` of each event of `trace`: (value, kind, element, origin) each. telling: events
     of the labelled run. Garbage is what nobody reads before it is written or released, or the recording ends; but the
     model's own parameters anybody may read."""
     nexts, log = defaultdict(dict), list(trace.log)  # nexts: storage -> {byte: how it is accessed next}
     for event, twin in zip(reversed(trace.events), reversed(telling)):
-        while len(log) > event.time:
+        while len(log) > event.n_accesses:
             uid, start, end, how = log.pop()
             nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
-        cells = {}
         for uid, memory in event.memory.items():
             storage, seen = trace.storages[uid], []
             for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, twin.memory[uid]])):
@@ -110,8 +107,7 @@ def put_cells(trace, labels, telling, steps):
                     is_new = label.origin > min(event.step, steps - 1)
                     label = label._replace(kind="stale" if label.origin < event.step else "new" if is_new else "old")
                 seen.append((plain(value), *label))
-            cells[uid] = tuple(seen)
-        event.memory = cells
+            event.cells[uid] = tuple(seen)
 
 
 def plain(value):

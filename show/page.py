@@ -22,13 +22,13 @@ PAGE = ROOT / "docs" / "watch.html"
 # 16 elements, so that a cell has room for its value; `make show STAGE=3` prints the first.
 WHOLE = Program(replicated.__name__)
 OWNED = {"params": (2, 2, 3, 3, 3, 3)}  # every rank owns some tensors, and rank 0 two
-FILLED = {"params": (2, 2, 4, 4, 4), "buckets": 4}  # four buckets, of one tensor or two, that need no padding
+FILLED = {"params": (2, 2, 4, 4, 4), "bucket_bytes": 16}  # four buckets, of one tensor or two, that need no padding
 ONE, TWO, THREE, FOUR = (replace(WHOLE, package=stage, **toy) for stage, toy in zip(STAGES, (OWNED, OWNED, {}, FILLED)))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page. `right`: what it is compared with. `tab`: the id of the tab that leads to it, or its own."""
+    """A program of the page. `right`: what it is compared with. `tab`: the tab that leads to it, or its own."""
     id: str
     short: str
     title: str
@@ -66,7 +66,7 @@ SHOWN = (
     bug("3-zero", "3: not zeroed", "Bug of stage 3: step doesn't zero the buffer.",
         replace(THREE, steps=2, loop="train_without_zero_grad"), "        self.zero_grad()\n", ""),
     bug("4-queue", "4: buckets leave as they come", "Bug of stage 4: no queue, each bucket leaves when it is full.",
-        replace(FOUR, params=(4, 4, 4), buckets=3, orders=((1, (2, 1, 0)),)),
+        replace(FOUR, params=(4, 4, 4), orders=((1, (2, 1, 0)),)),
         "        self.bucket_of[param].ready.add(param)\n        self.send_full_buckets()\n",
         "        bucket = self.bucket_of[param]\n        bucket.ready.add(param)\n"
         "        if bucket.is_full():\n            self.send_grads(bucket)\n"),
@@ -108,7 +108,7 @@ def all_recordings():
 def stamp():
     """-> a hash of the cores and of show/, by which a page tells what it was made from."""
     cores = [ROOT / stage / name for stage in STAGES for name in CORE_FILES]
-    files = sorted(path for path in (*cores, *ROOT.glob("show/*.py")) if path.exists())
+    files = sorted(path for path in (*cores, *ROOT.glob("show/*.py"), ROOT / "show/beats.txt") if path.exists())
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -30,9 +30,8 @@ class Program:
     package: str  # of the core; "show.replicated" is rung 0
     ranks: int = 4
     params: tuple = (5, 2, 9)  # elements of each parameter
-    dtype: str = "float32"
     optimizer: str = "adamw"
-    buckets: int = 3  # where the core has buckets
+    bucket_bytes: int = 1  # where the core has buckets; 1: each parameter has its own
     steps: int = 1
     edit: tuple = ()  # (file, before, after), made in a copy of the package
     orders: tuple = ()  # (rank, order in which it calls its layers), where that isn't the order of the parameters
@@ -87,17 +86,6 @@ def core_class(package):
     raise ValueError(f"{package} has no ShardedOptimizer")
 
 
-def cap_for(program, layouts):
-    """-> the bucket_cap_mb that makes about as many buckets as are asked for; or a bucket for each parameter."""
-    dtype = getattr(torch, program.dtype)
-    nbytes = [n * dtype.itemsize for n in program.params]
-
-    def missed_by(cap):
-        return sum(abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets) for layout in layouts)
-
-    return min((1e-3, *range(1, 4 * sum(nbytes) + 1)), key=missed_by) / 2**20
-
-
 @contextlib.contextmanager
 def edited(program):
     """The package of `program`; where it has an edit, a changed copy of that, of another name -> the name."""
@@ -128,7 +116,7 @@ def run_traced(rank, program, package, weights, grads):
         return [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
 
     if "bucket_cap_mb" in inspect.signature(cls.__init__).parameters:
-        options = options | {"bucket_cap_mb": cap_for(program, [layout for _, layout in all_of("bucket_layout")])}
+        options = options | {"bucket_cap_mb": program.bucket_bytes / 2**20}
     trace = Trace(files, model)
     wires = Wires(trace)
     with contextlib.ExitStack() as patches:
@@ -154,11 +142,11 @@ def run_traced(rank, program, package, weights, grads):
 
 
 def replicated_steps(program, weights, grads):
-    """-> for each step all elements after it, in fp32, (n,) each: what one process gets from averaged gradients."""
+    """Return for each step all elements after it, (n,) each: what one process gets from averaged gradients."""
     torch_class, options = OPTIMIZERS[program.optimizer]
-    param = torch.nn.Parameter(weights.float().clone())
+    param = torch.nn.Parameter(weights.clone())
     optimizer, later = torch_class([param], **options), []
-    for of_ranks in grads.float():
+    for of_ranks in grads:
         param.grad = (of_ranks / program.ranks).sum(0)
         optimizer.step()
         later.append(param.detach().clone())
@@ -169,25 +157,24 @@ def record_rank(rank, program):
     """-> what a rank did, in plain data. events: see show/trace.py; of the steps that are shown, and the forward pass
     after them. storages: uid -> as `described`. owned: elements that it steps. sources: name -> text of a file."""
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
-    plain, inputs = ([tensor.to(getattr(torch, program.dtype)) for tensor in make(program)]
-                     for make in (plain_inputs, telling_inputs))
+    plain, inputs = plain_inputs(program), telling_inputs(program)
     with edited(program) as package:
         trace, telling = (run_traced(rank, program, package, *values) for values in (plain, inputs))
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     if [event.stack for event in trace.events] != [event.stack for event in telling.events]:
         # Whose lines depend on values is labelled by the values that are shown, of which some are equal.
         telling, inputs = trace, plain
-    table = labels.Table(*inputs, replicated_steps(program, *inputs), inputs[0].dtype)
+    table = labels.Table(*inputs, replicated_steps(program, *inputs))
     labels.put_cells(trace, labels.labels_of(telling, table), telling.events, program.steps)
     in_loop = itertools.dropwhile(lambda event: not event.stack or event.stack[0].file != "loop.py", trace.events)
     shown = itertools.takewhile(lambda event: event.step < program.steps or event.phase == "forward", in_loop)
     events, storages = frames.folded(list(shown)), {}
     for event in events:
-        event.starts = [with_contents(operation, event.memory, trace.storages) for operation in event.starts]
-        for uid in event.memory.keys() - storages.keys():
-            storages[uid] = described(trace.storages[uid], rank.rank, len(event.memory[uid]), program.ranks)
-    spans = [(trace.uid_of(param), param.storage_offset(), param.numel()) for param in trace.stepped()]
-    owned = {cell[2] for uid, start, numel in spans for cell in events[0].memory.get(uid, ())[start : start + numel]}
+        event.starts = [with_contents(operation, event.cells, trace.storages) for operation in event.starts]
+        for uid in event.cells.keys() - storages.keys():
+            storages[uid] = described(trace.storages[uid], rank.rank, len(event.cells[uid]), program.ranks)
+    spans = [(trace.uid_of(param), param.storage_offset(), param.numel()) for param in trace.updated_params()]
+    owned = {cell[2] for uid, start, numel in spans for cell in events[0].cells.get(uid, ())[start : start + numel]}
     return {"events": events, "storages": storages, "owned": owned, "sources": sources,
             "sent_bytes": trace.sent_bytes}
 

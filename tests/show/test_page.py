@@ -379,15 +379,11 @@ def test_gradients_fly_and_turn_solid_when_the_last_has_arrived(started, place, 
 def test_keys_go_through_beats_lines_and_cells_and_reach_everything(started):
     with opened(started, "3") as shown:
         n, n_beats = len(PROGRAMS["3"]["frames"]), len(PROGRAMS["3"]["beats"])
-        for key, *place in (("ArrowRight", "beat", 2), ("ArrowRight", "beat", 3), ("ArrowLeft", "beat", 2),
-                            ("End", "beat", n_beats), ("Home", "beat", 1), ("ArrowDown", "line", 2),
-                            ("ArrowDown", "line", 3), ("ArrowUp", "line", 2), ("End", "line", n),
-                            ("Home", "line", 1), ("ArrowRight", "beat", 2)):
+        for key, *place in (("ArrowRight", "beat", 2), ("ArrowLeft", "beat", 1), ("End", "beat", n_beats),
+                            ("Home", "beat", 1), ("ArrowDown", "line", 2), ("End", "line", n),
+                            ("ArrowUp", "line", n - 1), ("Home", "line", 1), ("ArrowRight", "beat", 2)):
             shown.keyboard.press(key)
             assert where(shown) == tuple(place), key
-        for playing in (True, False):
-            shown.keyboard.press(" ")
-            assert shown.evaluate("() => now.playing") == playing
         shown.keyboard.press("?")
         assert shown.is_visible("#helptext")
         shown.focus(".cells")
@@ -401,9 +397,6 @@ def test_keys_go_through_beats_lines_and_cells_and_reach_everything(started):
             reached.add(shown.evaluate(focused))
         assert {"bugs", "predict", "help", "play", "back", "forward", "again", "lines", "up", "down", "slider", "cells",
                 "code", "A"} <= reached
-        assert shown.get_attribute("#says", "aria-live") == "polite"
-        assert shown.locator("button:not([title])").count() == 0
-        assert shown.locator(".cells[aria-label]").count() == shown.locator(".cells").count() > 0
 
 
 CONTRAST = """() => {
@@ -431,7 +424,7 @@ SWIPE = """([from, to]) => {
 def test_a_beat_fits_and_is_swiped_on_a_phone_and_a_desk_by_day_and_by_night(started, width, height, scheme):
     settings = {"width": width, "height": height, "color_scheme": scheme, "reduced_motion": "reduce", "has_touch": True}
     with opened(started, "0", **settings) as shown:
-        for program in [*STAGES, *BUGS]:
+        for program in [*IDEAS, *STAGES, *BUGS]:
             for beat in range(len(PROGRAMS[program]["beats"])):
                 shown.evaluate("([id, beat]) => select(id, beat)", [program, beat])
                 over = shown.evaluate("""() => ["html", "main", "#panels"].map((one) => document.querySelector(one))
@@ -441,36 +434,40 @@ def test_a_beat_fits_and_is_swiped_on_a_phone_and_a_desk_by_day_and_by_night(sta
         paper = shown.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
         shown.evaluate("() => select('4', 6)")
-        animation = "() => getComputedStyle(document.querySelector('.bar.live')).animationName"
-        assert shown.evaluate(animation) == "none"
         assert shown.evaluate(CONTRAST) == []
         shown.evaluate(SWIPE, [300, 100])
         assert where(shown) == ("beat", 8)
         shown.evaluate(SWIPE, [100, 300])
         assert where(shown) == ("beat", 7)
-        assert len(shown.screenshot()) > 20_000
 
 
 @in_a_browser
-def test_what_ranks_hold_can_be_read_off_and_a_cell_says_who_wrote_it_and_where_it_came_from(started):
+def test_a_cell_says_who_wrote_it_and_the_end_of_a_stage_leads_to_the_next(started):
     frame = max(k for k, one in enumerate(PROGRAMS["3"]["frames"]) if one["phase"] == "sync_grads")
     with opened(started, f"3/{frame + 1}") as shown:
         assert "each rank: average (own) × 4, garbage × 12" in shown.text_content(".memory")
-        ranks = shown.locator('.row[data-row="GradBuffer.flat"] .cells')
-        for rank in range(4):
-            kinds = "(all) => all.map((one) => one.getAttribute('class').split(' ')[1])"
-            wanted = ["average" if i // 4 == rank else "garbage" for i in range(16)]
-            assert ranks.nth(rank).locator(".cell").evaluate_all(kinds) == wanted
-        ranks.nth(1).locator(".cell").nth(4).click()
+        shown.locator('.row[data-row="GradBuffer.flat"] .cells').nth(1).locator(".cell").nth(4).click()
         said = shown.inner_text("#inspector")
         assert "average over the ranks" in said and "element 4 of p0" in said and "rank 1 updates" in said
         assert "in GradBuffer.reduce_scatter_grads" in said and "reduce-scatter from rank 0, 2, 3" in said
+    with opened(started, "idea.5") as shown:
+        shown.click("#next")
+        assert where(shown) == ("beat", 1) and shown.inner_text("#says") == PROGRAMS["0"]["beats"][0]["says"]
+
+
+@in_a_browser
+def test_the_slider_changes_the_number_of_ranks_of_the_idea(started):
+    with opened(started, "idea.2") as shown:
+        for place, id in ((1, "idea-2"), (3, "idea-8"), (2, "idea")):
+            shown.locator("#d").fill(str(place))
+            d = PROGRAMS[id]["ranks"]
+            assert shown.locator(".panel").first.locator(".rank").count() == d and f"#{id}.2" in shown.url
+            assert f"sent {64 * (d - 1) // d} B" in shown.inner_text("#meters") and shown.inner_text("#d-is") == str(d)
 
 
 @in_a_browser
 @pytest.mark.parametrize("place, question, answer", [
     ("3.3", "Who will hold the average of element 1?", "rank 0"),
-    ("0.3", "Who will hold the average of element 1?", "every rank"),
     ("4.3", "How many bytes will a rank send in this beat?", "12 B")])
 def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place, question, answer):
     number = int(place[2:])
@@ -478,9 +475,7 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place
         shown.check("#predict")
         shown.evaluate("() => document.activeElement.blur()")
         shown.keyboard.press("ArrowRight")
-        answers = shown.locator("#question button")
-        assert answers.count() == 3 and where(shown) == ("beat", number)
-        assert shown.inner_text("#question b") == question
+        assert where(shown) == ("beat", number) and shown.inner_text("#question b") == question
         right = shown.get_by_role("button", name=answer, exact=True)
         right.click()
         assert "right" in right.get_attribute("class")
@@ -488,19 +483,8 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place
         assert where(shown) == ("beat", number + 1)
 
 
-@in_a_browser
-def test_the_end_of_a_stage_leads_to_the_next(started):
-    with opened(started, "idea.5") as shown:
-        assert shown.inner_text("#next") == "next: stage 0 →"
-        shown.click("#next")
-        assert where(shown) == ("beat", 1) and shown.inner_text("#says") == PROGRAMS["0"]["beats"][0]["says"]
-        shown.keyboard.press("End")
-        shown.keyboard.press("ArrowRight")
-        assert shown.url.endswith("#1.1") and not shown.is_visible("#next")
-
-
 FP32 = row_names.LADDER
-BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
+BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
 SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; what isn't here: once
 
 
@@ -508,18 +492,32 @@ SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; 
 def test_the_calculator_holds_and_sends_what_make_plan_counts(started):
     """DDP and the four stages, in 32 and 16 bits, of models from 124M to 7B: within 2 %."""
     with opened(started, "calculator") as shown:
-        assert shown.is_visible("#calculator") and shown.locator("#rows tr").count() == 5
         for is16, names in ((False, FP32), (True, BF16)):
-            for model, d, bucket_mib in (("gpt2", 8, 100), ("gpt2", 64, 25), ("7b", 1024, 1600)):
+            for model, d, bucket_mib in (("gpt2", 8, 100), ("7b", 1024, 1600)):
                 counted = [alone.record(RowId(name, bucket_mib if "stage 4" in name else None), models.NAMED[model], d)
                            for name in names]
                 at = {"psi": counted[0].numel, "ranks": d, "bucket": bucket_mib, "is16": is16}
                 calculated = shown.evaluate("(at) => calculate(at).map(([, , held, , sent]) => [held, sent])", at)
-                for name, row, (held_bytes, sent) in zip(names, counted, calculated):
+                for name, row, (held_bytes, sent) in zip(names, counted, calculated, strict=True):
                     assert sum(held_bytes) == pytest.approx(sum(row.held.values()), rel=0.02), (name, d)
                     messages = sum(event.n_bytes * SENT_TWICE.get(event.kind, 1) for event in row.events
                                    if event.what == "launch")
                     assert sent == pytest.approx(messages * (d - 1) / d, rel=0.02), (name, d)
-        before = shown.inner_text("#rows")
+
+
+@in_a_browser
+def test_the_calculator_begins_as_the_ladder_of_the_readme_and_has_the_bound_of_chapter_4(started):
+    with opened(started, "bytes") as shown:
+        ladder = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- report: ladder -->")[2]
+        rows = [line.split(" | ") for line in ladder.partition("\n\n10,")[0].strip().splitlines()[2:]]
+        rows = [row for row in rows if not row[0].endswith("replicated")]
+        ddp, *stages = shown.evaluate("() => calculate({ psi: 6.7e9, ranks: 8, bucket: 1, is16: false })")
+        for (_, _, held, sent, _, beside), row in zip([ddp, *stages], rows, strict=True):
+            assert round(sent / ddp[4], 1) == pytest.approx(int(row[4]) / 2, abs=0.3), row
+            assert sum(held) / 6.7e9 == pytest.approx(float(row[2].split(" · ")[1]), rel=0.02) or beside == "both"
+        assert shown.locator("#rows tr").count() == len(rows) and shown.inner_text("#psi-is") == "6.75 billion"
+        bounds = "([link, kind]) => bound(3, link, kind)[0]"
+        cases = {"both": 2.5 + 2.5, "backward": 1 + 5, "": 3 + 5}  # of a forward pass of 1 s, messages of 5 s
+        assert {kind: shown.evaluate(bounds, [5, kind]) for kind in cases} == cases
         shown.get_by_role("button", name="70B").click()
-        assert shown.inner_text("#rows") != before and shown.inner_text("#psi-is").strip() == "69 G"
+        assert shown.inner_text("#psi-is") == "69 billion" and "k TFLOP" not in shown.inner_text("#calculator")
