@@ -6,8 +6,8 @@ same work takes the same time in each system: what a forward pass, a backward pa
 each other was measured at 300 Mbit/s, where README.md's table has its times.
 """
 
-from dataclasses import dataclass
 from itertools import permutations, product
+from typing import NamedTuple
 
 from .picture import Cell, Picture, spans
 
@@ -28,118 +28,115 @@ FORWARD = 2
 HALF = 6  # of an all-reduce
 UPDATE = 0.4  # of all parameters
 BUCKET = 0.5  # until the first bucket is full
+JUST_AFTER_0 = 0.01  # what is there at 0 is seen before the clock starts, too
 
 
-@dataclass
-class System:
-    """What happens when, in units of the clock. A message or a phase is (start, end)."""
+class System(NamedTuple):
+    """What happens when, in units of the clock: (start, end)."""
     title: str
     reduce_scatter: tuple
     update: tuple
     all_gather: tuple
-    forward: tuple  # (start, end) of its parts
-    words: tuple  # (time, caption from then on), …
-    gathers: str  # "average" or "new": what the all-gather carries
+    forward: list  # (start, end) of its parts
+    carries: str  # what the all-gather carries: "average" or "new" parameters
     held_bytes: int  # by a rank, for each parameter
-    used: str = "garbage"  # what gradients are that nobody reads again; "": they are released
+    words: dict  # time -> the caption from then on
 
     @property
     def end(self):
         return self.forward[-1][1]
 
     def histories(self):
-        """Return {row: (of the quarter that a rank averages, of the others)}: (time, kind of cell from then on), …"""
+        """Return {row: (of the quarter that a rank averages, of the others)}: {time: kind of cell from then on}."""
         averaged, updated, gathered = self.reduce_scatter[1], self.update[1], self.all_gather[1]
-        is_ddp = self.gathers == "average"
-        own = ((0, ""), (BUCKET, "gradient"), (averaged, "average"), (updated, self.used))
-        others = ((0, ""), (BUCKET, "gradient"), (averaged, self.used))
-        if is_ddp:
-            others += ((gathered, "average"), (updated, "garbage"))
-        new_to_others = updated if is_ddp else gathered
-        return {
-            "parameters": (((0, "old"), (updated, "new")), ((0, "old"), (new_to_others, "new"))),
-            "gradients": (own, others),
-            "moments": (((0, "moment"),), ((0, "moment" if is_ddp else ""),)),
-        }
-
-
-def after(start, duration):
-    return start, start + duration
+        unused = "" if self.title == "Stage 4" else "garbage"  # stage 4 releases gradients
+        gradients = {0: "", BUCKET: "gradient"}
+        own = {**gradients, averaged: "average", updated: unused}
+        if self.carries == "average":
+            sent = {**gradients, averaged: unused, gathered: "average", updated: unused}
+            return {"parameters": ({0: "old", updated: "new"},) * 2, "gradients": (own, sent),
+                    "moments": ({0: "moment"},) * 2}
+        return {"parameters": ({0: "old", updated: "new"}, {0: "old", gathered: "new"}),
+                "gradients": (own, {**gradients, averaged: unused}), "moments": ({0: "moment"}, {0: ""})}
 
 
 def ddp():
-    reduce_scatter = after(BUCKET, HALF)
-    all_gather = after(reduce_scatter[1], HALF)
-    update = after(all_gather[1], UPDATE)
-    words = ((0, "Backward pass: each rank has its own gradients."),
-             (BUCKET, "All-reduce, first half: each rank averages a quarter."),
-             (all_gather[0], "Second half: it sends its averages to all others."),
-             (update[0], "Each rank updates everything, with all moments."))
-    return System("DDP", reduce_scatter, update, all_gather, (after(update[1], FORWARD),), words, "average", 16)
+    first = BUCKET, BUCKET + HALF
+    second = first[1], first[1] + HALF
+    update = second[1], second[1] + UPDATE
+    return System("DDP", first, update, second, [(update[1], update[1] + FORWARD)], "average", 16, {
+        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
+        first[0]: "All-reduce, first half: each rank averages a quarter.",
+        second[0]: "Second half: it sends its averages to all others.",
+        update[0]: "Each rank updates everything, with all moments."})
 
 
-def stage3():
-    reduce_scatter = after(BACKWARD, HALF)
-    update = after(reduce_scatter[1], UPDATE / 4)
-    all_gather = after(update[1], HALF)
-    words = ((0, "Backward pass: each rank has its own gradients."),
-             (BACKWARD, "Reduce-scatter: each rank averages a quarter."),
-             (update[0], "It updates this quarter, and sends it to all others."),
-             (all_gather[1], "The same bytes, and 1/4 of the moments."))
-    return System("Stage 3", reduce_scatter, update, all_gather, (after(all_gather[1], FORWARD),), words, "new", 10)
+def sharded(title, sends_at, held_bytes):
+    """Return stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward pass."""
+    first = sends_at, sends_at + HALF
+    update = first[1], first[1] + UPDATE / 4
+    second = update[1], update[1] + HALF
+    forward = [(second[1], second[1] + FORWARD)]
+    if sends_at < BACKWARD:  # a quarter of the layers may run when a quarter of the parameters has arrived
+        arrivals = [second[0] + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
+        forward = [(arrival, arrival + FORWARD / 4) for arrival in arrivals]
+    meanwhile = ", while the pass goes on" if sends_at < BACKWARD else ""
+    to_whom = "during the next forward pass" if sends_at < BACKWARD else "to all others"
+    return System(title, first, update, second, forward, "new", held_bytes, {
+        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
+        first[0]: f"Reduce-scatter{meanwhile}: each rank averages a quarter.",
+        update[0]: f"It updates this quarter, and sends it {to_whom}."})
 
 
-def stage4():
-    reduce_scatter = after(BUCKET, HALF)
-    update = after(reduce_scatter[1], UPDATE / 4)
-    all_gather = after(update[1], HALF)
-    arrivals = [all_gather[0] + HALF * part / 4 for part in (1, 2, 3, 4)]
-    words = ((0, "Backward pass: each rank has its own gradients."),
-             (BUCKET, "Reduce-scatter, meanwhile, in buckets."),
-             (update[0], "All-gather, while the next forward pass runs."))
-    forward = tuple(after(arrival, FORWARD / 4) for arrival in arrivals)
-    return System("Stage 4", reduce_scatter, update, all_gather, forward, words, "new", 7, used="")
+SYSTEMS = ddp(), sharded("Stage 3", BACKWARD, 10), sharded("Stage 4", BUCKET, 7)
 
 
-def draw(picture, top, system, start_s, ends, ddp_end):
-    """Draw a system that begins at a second of the picture. `ends`: the second from which on its result is seen."""
-    def second(time):
-        return start_s + time * SECONDS_A_UNIT
-
-    def seconds(history):
-        return [(0 if time == 0 else second(time), kind) for time, kind in history]
+def draw(picture, top, system, start_s):
+    """Draw a system whose clock starts at a second of the picture."""
+    def spans_of(history):
+        seconds = [(start_s + time * SECONDS_A_UNIT if time else 0, what) for time, what in history.items()]
+        return spans(seconds, picture.seconds)
 
     def cell(rank, quarter, line, kind):
         return Cell(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)
 
     picture.text(8, top + 11, system.title, "strong")
-    done = f"Done in {system.end / ddp_end:.2f} of DDP's time."
-    captions = [(0, ""), *((second(time), words) for time, words in system.words), (ends, done)]
-    for words, *span in spans(captions, picture.seconds):
+    done = f"Done in {system.end / SYSTEMS[0].end:.2f} of DDP's time."
+    if system is SYSTEMS[0]:
+        done = "Done: every rank holds all moments."
+    for words, *span in spans_of({0: "", **system.words, system.end: done}):
         picture.text(LEFT, top + 11, words, "", *span)
     for line, row in enumerate(("parameters", "gradients", "moments", "moments")):
-        if line < 3:
-            picture.text(LEFT - 8, top + 25 + line * LINE, row, "end")
+        picture.text(LEFT - 8, top + 25 + line * LINE, row if line < 3 else "", "end")
         for rank, quarter in product(RANKS, RANKS):
-            history = system.histories()[row][rank != quarter]
-            for kind, *span in spans(seconds(history), picture.seconds):
+            for kind, *span in spans_of(system.histories()[row][rank != quarter]):
                 if kind:
                     picture.add(cell(rank, quarter, line, kind), *span)
-    n_flown = fly_half(picture, cell, 1, "gradient", True, *map(second, system.reduce_scatter))
-    line = 1 if system.gathers == "average" else 0
-    n_flown += fly_half(picture, cell, line, system.gathers, False, *map(second, system.all_gather))
-    computes = [("backward", (0, BACKWARD)), ("update", system.update), *(("forward", part) for part in system.forward)]
-    sends = [("reduce-scatter", system.reduce_scatter), ("all-gather", system.all_gather)]
-    for y, kinds in ((62, computes), (76, sends)):
-        picture.text(LEFT - 8, top + y + 9, "computes" if y == 62 else "sends", "end")
-        for name, (start, stop) in kinds:
-            colour = {"reduce-scatter": "gradients", "all-gather": "parameters"}.get(name, "")
-            colour = "gradients" if system.gathers == "average" and colour else colour
-            box = LEFT + UNIT * start, top + y, max(2, UNIT * (stop - start) - 1), 12
-            picture.rect(*box, f"bar {colour}" if colour else "line")
-            picture.rect(*box, f"bar {colour} live", second(start), second(stop))
-            if box[2] > 5 * len(name):
-                picture.text(box[0] + box[2] / 2, top + y + 10, name, "middle")
+    gathered_line = 1 if system.carries == "average" else 0
+    n_flown = 0
+    halves = (system.reduce_scatter, 1, "gradient"), (system.all_gather, gathered_line, system.carries)
+    for half, line, kind in halves:
+        start, stop = (start_s + time * SECONDS_A_UNIT for time in half)
+        alone = start + (stop - start) * 0.4  # the first message flies alone until then, the others after it
+        for number, (rank, receiver) in enumerate(permutations(RANKS, 2)):
+            flying = cell(rank, receiver if kind == "gradient" else rank, line, kind)
+            span = (alone, stop) if number else (start, alone)
+            picture.fly(flying, (receiver - rank) * (RANK + GAP), 0, *span)
+            n_flown += 1
+    sent = "gradients" if system.carries == "average" else "parameters"
+    bars = [("computes", "backward", "", (0, BACKWARD)), ("computes", "update", "", system.update),
+            *(("computes", "forward", "", part) for part in system.forward),
+            ("sends", "reduce-scatter", "gradients", system.reduce_scatter),
+            ("sends", "all-gather", sent, system.all_gather)]
+    for lane, name, colour, (start, stop) in bars:
+        y = top + (62 if lane == "computes" else 76)
+        box = LEFT + UNIT * start, y, max(2, UNIT * (stop - start) - 1), 12
+        live = (start_s + time * SECONDS_A_UNIT for time in (start, stop))
+        picture.text(LEFT - 8, y + 9, lane, "end")
+        picture.rect(*box, f"bar {colour}" if colour else "line")
+        picture.rect(*box, f"bar {colour} live", *live)
+        if box[2] > 5 * len(name):
+            picture.text(box[0] + box[2] / 2, y + 10, name, "middle")
     if len(system.forward) > 1:
         picture.text(LEFT + UNIT * system.end + 4, top + 72, "forward")
     values = n_flown / len(RANKS) ** 2  # a cell is a quarter of the parameters, and four ranks send
@@ -149,31 +146,18 @@ def draw(picture, top, system, start_s, ends, ddp_end):
     picture.text(LEFT + 5 * system.held_bytes + 5, top + 101, words)
 
 
-def fly_half(picture, cell, line, kind, is_reduced, start, stop):
-    """Fly a half of an all-reduce: first one message alone, then all others. Return how many cells fly."""
-    ways = list(permutations(RANKS, 2))
-    alone = start + (stop - start) * 0.4
-    for rank, receiver in ways:
-        quarter = receiver if is_reduced else rank
-        span = (start, alone) if (rank, receiver) == ways[0] else (alone, stop)
-        picture.fly(cell(rank, quarter, line, kind), (receiver - rank) * (RANK + GAP), 0, *span)
-    return len(ways)
-
-
 def picture():
-    systems = ddp(), stage3(), stage4()
     starts = [PAUSE_S]
-    for system in systems:
+    for system in SYSTEMS:
         starts.append(starts[-1] + system.end * SECONDS_A_UNIT + PAUSE_S)
     end = starts[-1] + 2 * PAUSE_S
     whole = Picture("A step of DDP, of stage 3 and of stage 4: the same traffic, 1/d of the state", WIDTH, end, end - 1)
     whole.text(8, 20, "The same traffic, and 1/d of the optimizer's state", "strong")
     for rank in RANKS:
         whole.text(LEFT + rank * (RANK + GAP) + RANK / 2, 40, f"rank {rank}", "middle")
-    for number, system in enumerate(systems):
-        done = starts[number] + system.end * SECONDS_A_UNIT
-        draw(whole, 48 + number * HEIGHT, system, starts[number], done, systems[0].end)
-    bottom = 48 + len(systems) * HEIGHT
+    for number, system in enumerate(SYSTEMS):
+        draw(whole, 48 + number * HEIGHT, system, starts[number])
+    bottom = 48 + len(SYSTEMS) * HEIGHT
     whole.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
     whole.legend(8, bottom)
     whole.height += 14
