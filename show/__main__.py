@@ -44,6 +44,7 @@ def parse_args():
     add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
     add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
     add("--optimizer", choices=list(record.OPTIMIZERS), default="adamw", help="default: AdamW, as on the page")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--steps", type=number(int, 1, 4), default=1, help="default 1")
     add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
     args = parser.parse_args()
@@ -59,7 +60,7 @@ def main():
     args = parse_args()
     if args.pages:
         return write_pages()
-    program = record.Program(args.package, args.ranks, args.params, args.optimizer, steps=args.steps)
+    program = record.Program(args.package, args.ranks, args.params, args.optimizer, args.dtype, steps=args.steps)
     title = STAGES[args.stage].title if args.stage in STAGES else f"{args.package}."
     with Workers(args.ranks, timeout_s=300) as workers:
         recorded = frames.recording(workers.run(record.record_rank, program), program, title)

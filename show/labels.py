@@ -19,8 +19,9 @@ import bisect
 from collections import defaultdict
 from typing import NamedTuple
 
+import torch
+
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # rows of moments; the first is the average itself after a step
-TOLERANCE = 1e-5  # relative, of sums in fp32
 NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
 # Phases in which no gradient is used any more: one that is left in a bucket buffer may only be sent as padding.
 AFTER_GRADS = ("step_own", "sync_params", "zero_grad", "forward")
@@ -36,9 +37,10 @@ class Table:
     """Finds labels by value. weights: (n,), at first; grads: (steps, d, n); later: (n,) after each replicated step."""
 
     def __init__(self, weights, grads, later):
+        self.tolerance = 1e-5 if weights.dtype == torch.float32 else 4 * torch.finfo(weights.dtype).eps  # of sums
         known = [("parameter", version, values) for version, values in enumerate([weights, *later])]
         for step, of_ranks in enumerate(grads):
-            shares = of_ranks / len(of_ranks)
+            shares = of_ranks.float() / len(of_ranks)
             known += [("gradient", rank, values) for rank, values in enumerate(of_ranks)]
             known += [("share", rank, values) for rank, values in enumerate(shares) if len(shares) > 1]
             known += [("average", step, shares.sum(0))]
@@ -48,7 +50,7 @@ class Table:
 
     def find(self, value, element):
         """-> the label of the nearest value, of `element` if that is known; or None."""
-        margin = abs(value) * TOLERANCE
+        margin = abs(value) * self.tolerance
         first = bisect.bisect_left(self.values, value - margin)
         last = bisect.bisect_right(self.values, value + margin)
         near = [(abs(known - value), label) for known, label in self.entries[first:last]]

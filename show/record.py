@@ -31,6 +31,7 @@ class Program:
     ranks: int = 4
     params: tuple = (5, 2, 9)  # elements of each parameter
     optimizer: str = "adamw"
+    dtype: str = "float32"  # of the parameters
     bucket_bytes: int = 1  # where the core has buckets; 1: each parameter has its own
     steps: int = 1
     edit: tuple = ()  # (file, before, after), made in a copy of the package
@@ -144,9 +145,9 @@ def run_traced(rank, program, package, weights, grads):
 def replicated_steps(program, weights, grads):
     """Return for each step all elements after it, (n,) each: what one process gets from averaged gradients."""
     torch_class, options = OPTIMIZERS[program.optimizer]
-    param = torch.nn.Parameter(weights.clone())
+    param = torch.nn.Parameter(weights.float().clone())
     optimizer, later = torch_class([param], **options), []
-    for of_ranks in grads:
+    for of_ranks in grads.float():
         param.grad = (of_ranks / program.ranks).sum(0)
         optimizer.step()
         later.append(param.detach().clone())
@@ -157,7 +158,8 @@ def record_rank(rank, program):
     """-> what a rank did, in plain data. events: see show/trace.py; of the steps that are shown, and the forward pass
     after them. storages: uid -> as `described`. owned: elements that it steps. sources: name -> text of a file."""
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
-    plain, inputs = plain_inputs(program), telling_inputs(program)
+    dtype = getattr(torch, program.dtype)
+    plain, inputs = ([values.to(dtype) for values in make(program)] for make in (plain_inputs, telling_inputs))
     with edited(program) as package:
         trace, telling = (run_traced(rank, program, package, *values) for values in (plain, inputs))
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}

@@ -1,6 +1,5 @@
 """`make grade`: what a wrong optimizer is told, in five lines at most, with the likely cause; a right one passes."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from tests.common import STAGES
 from tests.grade import graded
 from tests.grade.graded import BY_HAND, NO_EXCEPTION, RIGHT, SOURCES, WRONG, changed
 from tests.ranks import ROOT, run_module
-from tests.show.test_recorder import parameters
 
 pytestmark = pytest.mark.waits  # packages of others hang, die and leave processes: each is given a limit
 
@@ -120,11 +118,14 @@ def test_the_recorder_shows_the_step_that_is_wrong(grade, tmp_path, what, option
     """Other parameters than the stage's at the end. tests/show/ has only stages; this is a package of one's own."""
     wrong, right = f"{what.lower()}.optimizer", WRONG[what].base.split("/")[0]
     assert complaint(grade(what))[-1] == f'see       make show STAGE={wrong} ARGS="{options}"'
+    last_parameters = []
     for stage in (wrong, right):
-        run = run_module("show", stage, *options.split(), "--json", tmp_path / stage, PYTHONPATH=tmp_path)
+        run = run_module("show", stage, *options.split(), PYTHONPATH=tmp_path)
         assert run.code == 0, run.stderr
-    shown, right = (parameters(json.loads((tmp_path / stage).read_text())) for stage in (wrong, right))
-    assert shown != right
+        lines = run.stdout.rpartition("\n  parameters\n")[2].splitlines()
+        last_parameters.append(lines[:2])  # of both ranks
+    shown, expected = last_parameters
+    assert len(expected) == 2 and all("rank" in line for line in [*shown, *expected]) and shown != expected
 
 
 def test_state_that_is_on_no_rank_is_counted_in_elements():

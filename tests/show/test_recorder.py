@@ -46,13 +46,16 @@ def last_frame_of(recording, phase):
     return max(index for index, frame in enumerate(recording["frames"]) if frame["phase"] == phase)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size, dtype", [(1, "float32"), (3, "float32"), (3, "bfloat16")])
 @pytest.mark.parametrize("rung", RUNGS)
-def test_the_last_frame_holds_the_numbers_of_a_replicated_step(run, rung, world_size):
-    """500 + 2 e less the average of 100 r + e, whose momentum is itself in the first step."""
+def test_the_last_frame_holds_the_numbers_of_a_replicated_step(run, rung, world_size, dtype):
+    """500 + 2 e less the average of 100 r + e, whose momentum is itself in the first step.
+
+    In bfloat16 a gradient is rounded when it is sent, to 1 in 256 of some hundreds.
+    """
     wanted = [500 + 2 * e - sum(100 * rank + e for rank in range(world_size)) / world_size for e in range(1, 17)]
-    for values in parameters(recorded(run, world_size, rung)):
-        assert values == pytest.approx(wanted, abs=1e-3)
+    for values in parameters(recorded(run, world_size, rung, dtype=dtype)):
+        assert values == pytest.approx(wanted, abs=4 if dtype == "bfloat16" else 1e-3)
 
 
 @pytest.mark.parametrize("world_size", [4])
