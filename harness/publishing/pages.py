@@ -204,6 +204,37 @@ def drawn_steps(name):
     return pictures.svg(list(report.steps.items()), report.title)
 
 
+def asked_figures():
+    """Return {name: text} of what docs/questions.md and docs/migrate.md quote: bytes, and modelled times."""
+    bench = saved.load_bench()
+    plan = saved.load("plan.json").sheets
+    memory = plan["memory"]
+    times = plan["time"]
+    times_70b = saved.load("plan_70b.json").sheets["time"]
+    plain = bench.find(row_names.COMPUTE_ONLY).memory_bytes
+    stage_3 = bench.find(row_names.GRAD_BUFFER).memory_bytes
+    planned = "stage 3 bf16/fp32"
+    overlapped = row_names.STAGE_4_BF16
+    state = bench.sheets["model_state"]
+    megabytes = {
+        "held_plain": plain["step"], "peak_plain": plain["peak"],
+        "held_stage3": stage_3["step"], "peak_stage3": stage_3["peak"],
+        "sent_ddp": bench.find(row_names.REFERENCE).wire_bytes,
+        "sent_stage1": bench.find(row_names.NAIVE_BROADCAST).wire_bytes}
+    bytes_each = {f"bf16_{d}": state.numbers(f"{d}")["stage 3 bfloat16/float32"] for d in (1, 8, 1024)}
+    bytes_each["fp32_1024"] = state.numbers("1024")["stage 3 float32/float32"]
+    gigabytes = {"grads_stage3": memory.numbers("gradients")[planned],
+                 "grads_stage4": memory.numbers("gradients")[overlapped]}
+    ms = {"ms_stage3": times.numbers("ms")[planned], "exposed_stage3": times.numbers("exposed")[planned],
+          "ms_stage4": times.numbers("ms")[overlapped], "exposed_stage4": times.numbers("exposed")[overlapped],
+          "once_7b": times.numbers("once")[overlapped], "each_7b": times.numbers("each")[overlapped],
+          "once_70b": times_70b.numbers("once")[overlapped], "each_70b": times_70b.numbers("each")[overlapped]}
+    return {**{name: f"{n_bytes / 1e6:.1f}" for name, n_bytes in megabytes.items()},
+            **{name: f"{number:.2f}" for name, number in {**bytes_each, **gigabytes}.items()},
+            **{name: f"{number:,.0f}" for name, number in ms.items()},
+            "activations_7b": f"{memory.numbers('activations')[planned]:.1f}"}
+
+
 def figures():
     """Return {name: text} of figures inside sentences, which stand between <!--name--> and <!--end-->."""
     plan = saved.load("plan.json")
@@ -233,7 +264,7 @@ def figures():
         ddp = row_names.tuned_row(result, row_names.REFERENCE)
         over_tuned[f"over_tuned_{result.conditions.rate}".replace(".", "_")] = (
             f"{result.find(row_names.OVERLAP).over(ddp):.2f}")
-    return {**over_tuned, **{name: f"{number:,.0f}" for name, number in numbers.items()}}
+    return {**over_tuned, **asked_figures(), **{name: f"{number:,.0f}" for name, number in numbers.items()}}
 
 
 # --------------------------------------------------------------------------------------- What you measured, beside ours
@@ -302,7 +333,8 @@ def rewritten(text, blocks=BLOCKS):
 
 def files():
     """Return the pages that have blocks."""
-    return [saved.ROOT / "README.md", saved.ROOT / "docs" / "plan.md", *sorted((saved.ROOT / "results").glob("*.md"))]
+    docs = [saved.ROOT / "docs" / f"{name}.md" for name in ("plan", "questions", "migrate")]
+    return [saved.ROOT / "README.md", *docs, *sorted((saved.ROOT / "results").glob("*.md"))]
 
 
 def main():

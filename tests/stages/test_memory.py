@@ -17,6 +17,7 @@ MB = 2**20  # a MiB
 
 
 def test_tensors_views_and_ends():
+    """Count bytes by hand. A storage counts once, under its first kind, while a view needs it."""
     before = torch.ones(1000)
     with Memory("cpu") as memory:
         a = torch.ones(1000)  # 4000 bytes
@@ -24,10 +25,14 @@ def test_tensors_views_and_ends():
         assert memory.live == 4000
         c = torch.cat([a, before])  # 8000
         assert (memory.live, memory.peak) == (12000, 12000)
+        memory.mark("one", [b])
+        memory.mark("other", [a, c])
+        assert memory.by_kind() == {"one": 4000, "other": 8000, REST: 0}
         del a
         assert memory.live == 12000  # the view still needs it
         del b
         assert (memory.live, memory.peak) == (8000, 12000)
+        assert memory.by_kind() == {"other": 8000, REST: 0}
         memory.reset_peak()
         c.untyped_storage().resize_(0)
         assert (memory.live, memory.peak) == (0, 8000)
@@ -65,19 +70,6 @@ def test_a_storage_in_the_memory_of_another_counts_as_that_one():
         assert memory.live == 4000  # the parts keep it alive
         parts.clear()
         assert memory.live == 0
-
-
-def test_kinds_by_hand():
-    """A storage counts once, under its first name, and only while it is alive; a dead one's name is forgotten."""
-    with Memory("cpu") as memory:
-        a, b, c = torch.ones(100), torch.ones(10), torch.ones(1)
-        memory.mark("one", [a.view(10, 10)[3:]])
-        memory.mark("other", [a, b])
-        assert memory.by_kind() == {"one": 400, "other": 40, REST: 4}
-        del a
-        assert memory.by_kind() == {"other": 40, REST: 4} and memory.live == 44
-        c.untyped_storage().resize_(0)
-        assert memory.by_kind() == {"other": 40, REST: 0}
 
 
 class Around(torch.optim.Optimizer):
