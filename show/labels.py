@@ -3,7 +3,7 @@
 Kinds of a label (kind, element, origin): element counts from 0 over all parameters, None where there is none.
 
     gradient    of rank `origin`, from its own batch
-    share       the same, divided by d: what travels
+    share       the same, divided by d: what is sent
     average     of all ranks; `origin`: in which step
     parameter   as it is before step `origin`, from 0 on; a recording has these in its place:
     old, new, stale    before this step, after it, and before it where the next one has begun
