@@ -2,7 +2,7 @@
 
 A message that a rank doesn't wait for may arrive at any line. Here what is sent is copied as it leaves, what is
 received arrives in a copy, and `wait` puts it in place: two recordings are equal, and whoever reads too early reads
-what was there before. An all-reduce is noted as its two halves, which arrive one after the other at the line that waits.
+what was there before. An all-reduce is noted as its two halves: they arrive one after the other at the line that waits.
 All reads and writes are noted too, to tell what nobody reads again.
 """
 
