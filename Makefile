@@ -62,7 +62,7 @@ help:
 	@echo 'make test-all               also what waits: kills, torchrun, two hosts, a browser, other frameworks'
 	@echo 'make check                  lint, types, and the tests that a change breaks first: a minute  (CONTRIBUTING.md)'
 	@echo 'make grade STAGE=my_package an optimizer of your own: what is wrong, and why  (docs/exercise.md)'
-	@echo 'make exercise STAGE=3 TO=mine  its core with bodies to fill in, for make grade  (STAGE=0, variants, drill1)'
+	@echo 'make exercise STAGE=3 TO=mine  its core with bodies to fill in, for make grade  (STAGE=0, drill1)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
 	@echo 'make show STAGE=3           a step, line by line, on 4 ranks  (0 to 4, mine; ARGS="--params 3,13 --ranks 2")'

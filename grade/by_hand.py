@@ -1,7 +1,8 @@
 """Decodes a step by hand: elements start at 0, 1, 2, …, so that each tells what it holds, and so the mistake."""
 
+import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,12 +15,13 @@ TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
 NOT_AVERAGED = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
 NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
 DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
-ALMOST = "almost right, to two or three digits: something travels or is summed in 16 bits"
+ALMOST = "almost right, to two or three digits: something is sent, added up or kept in 16 bits"
+LATE = "the values arrive after step() has returned: step() must wait for whoever copies them, a thread perhaps"
+ONE_STEP_OLD = "the values arrive one step late: what is sent or copied back was taken before the inner step"
 ORDER = "gradients come in another order on rank 1: what leaves must leave in one order, the same on every rank"
 USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
 TOO_EARLY = "nothing is sent after the inner optimizer has stepped: what it steps must travel after that, not before"
 STALE = "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"
-ADDED = "gradients of the step before are added: the docstring of step() says that they are gone"
 AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it everywhere, or nowhere"
 OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
 NOTHING = {  # what inner optimizers were fed, on some rank at least -> why nothing has moved
@@ -34,60 +36,100 @@ PADDED = "padding was taken for parameters: shard r begins at r · the longest l
 MISPLACED = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
 
 
+BASE = 7  # of gradients: rank r's is 7^r
+DIVISORS = 1, 2, 3, 4, 6, 9  # the numbers of ranks, their squares and products: what a sum may be divided by
+
+
+@functools.cache
+def combinations(d):
+    """Return {(ranks, divisor): the sum of these ranks' gradients / divisor}. No two are equal: in powers of 2, 3 and 5
+    some are. What isn't among them stays ambiguous: (1 + 7) / 8 is rank 0's gradient."""
+    return {(ranks, divisor): sum(BASE**rank for rank in ranks) / divisor
+            for n in range(1, d + 1) for ranks in itertools.combinations(range(d), n) for divisor in DIVISORS}
+
+
+def combination_of(gradient, d):
+    """Return (ranks, divisor) that make this gradient, or None."""
+    return next((found for found, value in combinations(d).items() if abs(gradient - value) < 1e-3 * value), None)
+
+
+def in_words(combination):
+    ranks, divisor = combination
+    text = f"rank {ranks[0]}'s gradient"
+    if len(ranks) > 1:
+        text = f"the gradients of ranks {', '.join(map(str, ranks))}, added"
+    return text if divisor == 1 else f"{text} and divided by {divisor}"
+
+
+def cause_of(combination, d):
+    """Return why ranks step with this combination of gradients where the mean of d is due."""
+    ranks, divisor = combination
+    missing = [str(rank) for rank in range(d) if rank not in ranks]
+    if missing and divisor == 1 and len(ranks) == 1:
+        return f"all ranks have rank {ranks[0]}'s gradient of these parameters: average it over the ranks"
+    if missing:
+        return f"the gradient of rank {' and '.join(missing)} is missing from the sum"
+    if divisor == 1:
+        return SUMMED
+    if divisor == d * d:
+        return TWICE_AVERAGED
+    return f"the sum of the gradients is divided by {divisor}: the number of ranks is {d} here"
+
+
 @dataclass(frozen=True)
 class ByHand(Run):
-    """Starts at 0, 1, 2, …; rank r's gradient of parameter k is 2^r · scales[k]: no sum of some is that of others."""
+    """Starts at 0, 1, 2, …; rank r's gradient of parameter k is 7^r · scales[k]."""
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
     scales: tuple = (1, 1, 1, 1)
-    dtype: torch.dtype = torch.float32
-    options: tuple = ()  # further arguments of the constructor: ("name", value), …
     lr: float = LR
     reverses: bool = False  # on rank 1 gradients come in the other order
-    uses_up: bool = False  # a step uses gradients up; otherwise, without zero_grad(), they may also add up, as in torch
     start_is_rank: bool = False  # elements are r everywhere on rank r
+    nan_rank: int | None = None  # whose gradients are nan
 
     def start(self):
         return torch.arange(float(sum(self.numels)))
 
     def grad(self, rank):
-        return torch.cat([torch.full((n,), float(2**rank * s)) for n, s in zip(self.numels, self.scales)])
+        return torch.cat([torch.full((n,), float(BASE**rank * s)) for n, s in zip(self.numels, self.scales)])
 
     def model(self, seed):
         values = torch.full_like(self.start(), seed) if self.start_is_rank else self.start()
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
     def settings(self):
-        return torch.optim.SGD, {"lr": self.lr, **dict(self.options)}
-
-    def shown_by(self, world_size, step):
-        if self.reverses or self.options or self.start_is_rank or not self.zeroes:
-            return ""
-        sizes = ",".join(map(str, self.numels))
-        return f"--ranks {world_size} --params {sizes} --optimizer sgd --dtype {str(self.dtype)[6:]}"
+        return torch.optim.SGD, {"lr": self.lr}
 
     def loss(self, model, number, rank):
-        terms = list(zip(model, self.scales))[:: -1 if self.reverses and rank == 1 else 1]
-        return sum((param * scale).sum() for param, scale in terms) * 2**rank  # the last term's gradient is the first
+        factor = float("nan") if rank == self.nan_rank else BASE**rank
+        terms = list(zip(model, self.scales))
+        if self.reverses and rank == 1:
+            terms.reverse()  # the gradient of the last term comes first
+        return sum((param * scale).sum() for param, scale in terms) * factor
 
     def factors(self):
-        """Return by how many mean gradients an element may have moved: those of step 1 are used up, or add up."""
-        return [self.steps] if self.zeroes or self.uses_up else [2, 3]
+        """Return by how many mean gradients an element may have moved: without zero_grad() those of step 1 add up, as
+        in torch, or are used up."""
+        return [self.steps] if self.zeroes else [2, 3]
 
     def expected(self, d):
-        lr_times_mean = self.lr * (2**d - 1) / d
+        lr_times_mean = self.lr * sum(BASE**rank for rank in range(d)) / d
         if len(set(self.scales)) > 1:
             figure = f"{', '.join(f'{lr_times_mean * scale:.3g}' for scale in self.scales)} of the parameters"
         elif self.zeroes:
-            figure = f"{self.lr:g} · ({' + '.join(str(2**rank) for rank in range(d))}) / {d} = {lr_times_mean:.3g}"
+            grads = " + ".join(f"{BASE**rank * self.scales[0]}" for rank in range(d))
+            figure = f"{self.lr:g} · ({grads}) / {d} = {lr_times_mean * self.scales[0]:.3g}"
         else:
             figure = " or ".join(f"{lr_times_mean * factor:.3g}" for factor in self.factors()) + " after two steps"
         return f"every element moves by lr × mean gradient, {figure}, on every rank"
 
 
-def check_movement(case, ranks, finishes):
-    """Raise Wrong unless every element is where `case` takes it, and nothing is in flight. ranks: Seen of each."""
-    fault = Movement(case, ranks).fault()
+def check_movement(case, ranks, finishes, again):
+    """Raise Wrong unless every element is where `case` takes it, and nothing is in flight.
+
+    ranks: Seen of each. again: a function that returns them for another ByHand.
+    """
+    fault = Movement(case, ranks, again).fault()
     expected = case.expected(len(ranks)) if fault else "every collective has arrived when a step ends"
     for rank, seen in enumerate(ranks):
         if seen.never_awaited:
@@ -100,22 +142,28 @@ def check_movement(case, ranks, finishes):
 
 
 class Movement:
-    """Holds where the elements of all ranks began and are: tensors (d, numel), a row of each rank, or (numel,). A
-    method that explains them returns (what came, the likely cause), or () where it is something else."""
+    """Holds where the elements of all ranks began and are: tensors (d, numel), a row of each rank, or (numel,).
 
-    def __init__(self, case, ranks):
-        self.case, self.ranks, self.d = case, ranks, len(ranks)
+    A method that explains them returns (what came, the likely cause), or () where it is something else.
+    """
+
+    def __init__(self, case, ranks, again):
+        self.case = case
+        self.ranks = ranks
+        self.again = again
+        self.d = len(ranks)
         self.start = case.start()
-        self.own_grads = torch.stack([case.grad(rank) for rank in range(self.d)])
-        self.mean_grad = self.own_grads.mean(dim=0)
+        self.scales = case.grad(0)  # of each element: rank 0's gradient is 1 · scale
+        self.mean_grad = torch.stack([case.grad(rank) for rank in range(self.d)]).mean(dim=0)
         self.came = torch.stack([seen.snapshots[-1] for seen in ranks])
         self.due = self.start - case.lr * self.mean_grad  # after one step
         self.is_right = self.near(self.came, self.due)
         self.stays = self.near(self.came, self.start)
+        self.is_wrong = ~self.is_right & ~self.stays
         self.moved = (self.start - self.came) / case.lr  # in units of the gradient
 
     def near(self, a, b):
-        return (a - b).abs() <= self.case.lr / 1000
+        return (a - b).abs() <= 1e-4
 
     def fault(self):
         """Return (what came, the likely cause); () where nothing is wrong."""
@@ -124,66 +172,74 @@ class Movement:
             return ()
         if self.stays.all():
             return self.nothing_moved()
-        return (self.moved_alike() or self.moved_by_own() or self.added_to_parameters() or self.mixed_up()
-                or self.decoded() or self.not_moved()
-                or (self.moved_by_rank(), ORDER if self.case.reverses else UNKNOWN))
+        if self.case.reverses:  # with gradients in one order it was right
+            return self.moved_by_rank(), ORDER
+        return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
+                or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
 
     def nothing_moved(self):
-        moved = [seen.inner and ~self.near(seen.inner.model, self.start) for seen in self.ranks]  # by inner optimizers
-        if listed := [f"rank {rank} elements {spans(mask)}" for rank, mask in enumerate(moved)
-                      if mask is not None and mask.any()]:
-            return shorten(f"nothing has moved in the end; in between {', '.join(listed)} had"), OVERWRITTEN
+        listed = []
+        for rank, seen in enumerate(self.ranks):
+            if seen.inner and not (stays := self.near(seen.inner.model, self.start)).all():
+                listed.append(f"rank {rank} elements {spans(~stays)}")
+        if listed:  # moved by the inner optimizer
+            return (shorten(f"nothing has moved in the end; in between {', '.join(listed)} had"),
+                    self.comes_late() or OVERWRITTEN)
         stepped = [seen.inner for seen in self.ranks if seen.inner and len(seen.inner.own)]
         grads = [inner.grads for inner in stepped if inner.grads is not None]
         fed = "gradients" if any(grad.any() for grad in grads) else "zeros"
         if not grads:
             fed = "no gradients" if stepped else "nothing"
-        return "nothing has moved, on any rank", NOTHING[fed]
+        return "nothing has moved, on any rank", self.comes_late() or NOTHING[fed]
 
     def moved_alike(self):
         """Explain elements that have all moved the same number of times too far, wherever they have moved."""
         ratios = (self.moved / self.mean_grad)[~self.stays]
         factor = ratios[0].item()
         is_due = any(abs(factor - due) < 1e-3 for due in self.case.factors())
-        if is_due or not torch.allclose(ratios, ratios[:1], rtol=1e-3):
+        if is_due or not ratios.isfinite().all() or not torch.allclose(ratios, ratios[:1], rtol=1e-3):
             return ()
-        text = times_as_far(factor)
+        text = f"{factor:.3g} times the mean gradient"
         if len(set(self.case.scales)) == 1:
             text = f"{self.case.lr * factor * self.mean_grad[0]:.3g} wherever it has moved: {text}"
-        return text, next((cause for cause, known in self.known_factors(factor)
-                           if abs(factor - known) < 1e-2 * abs(known)), UNKNOWN)
+        for cause, known in self.known_factors(factor):
+            if abs(factor - known) < 1e-2 * abs(known):
+                return text, cause
+        combination = combination_of(factor * self.mean_grad[0] / self.scales[0], self.d)
+        return text, cause_of(combination, self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
         """Yield (cause, by how many mean gradients it makes elements move), the likeliest first."""
-        case, d = self.case, self.d
-        if case.uses_up:
-            yield ADDED, 3
-        elif not case.zeroes:
-            yield AVERAGED_AGAIN, 2 + 1 / d
+        case = self.case
+        if not case.zeroes:
+            yield AVERAGED_AGAIN, 2 + 1 / self.d
         yield ALMOST, 1
         yield DEFAULTS, 1e-3 / case.lr
         fed = [seen.inner and seen.inner.grads for seen in self.ranks]
         if case.steps == 1 and all(grads is not None and abs(grads.mean() / self.mean_grad.mean() - 1) < 1e-3
                                    for grads in fed):
             yield "the inner optimizer has the right gradients, and another lr than the constructor's", factor
-        yield SUMMED, d
-        yield TWICE_AVERAGED, 1 / d
         yield "step against the gradient", -1
-        for n in range(1, 17):
-            yield f"the sum of the gradients is divided by {n}: the number of ranks is {d} here", d / n
 
-    def moved_by_own(self):
-        """Explain elements that have moved by a rank's own gradient in place of the average."""
-        lr = self.case.lr
-        by_each = self.near(self.moved[:, None] * lr, self.own_grads * lr)  # (d of elements, d of gradients, n)
-        for rank in range(self.d):
-            wrong = ~self.is_right & by_each[:, rank] & ~self.stays
-            elements = wrong.all(dim=0)
-            if elements.any() and (self.is_right | wrong).all():
-                return (f"elements {spans(elements)} have moved by {lr * self.own_grads[rank][elements][0]:.3g} on "
-                        f"every rank: lr × rank {rank}'s gradient",
-                        f"all ranks have rank {rank}'s gradient of these parameters: average it over the ranks")
-        return (self.moved_by_rank(), NOT_AVERAGED) if (by_each.any(dim=1) | self.stays).all() else ()
+    def combined(self):
+        """Explain elements that have moved by a combination of the ranks' gradients other than their mean."""
+        found = {}  # combination -> the elements that have moved by it, on some rank
+        for rank, index in self.is_wrong.nonzero().tolist():
+            combination = combination_of(self.moved[rank, index] / self.scales[index], self.d)
+            found.setdefault(combination, []).append(index)
+        if not found or None in found:
+            return ()
+        if len(found) > 1:
+            is_own = all(len(ranks) == divisor == 1 for ranks, divisor in found)
+            return self.moved_by_rank(), NOT_AVERAGED if is_own else cause_of(next(iter(found)), self.d)
+        combination, indices = next(iter(found.items()))
+        elements = torch.zeros(len(self.start), dtype=torch.bool)
+        elements[indices] = True
+        ranks = [rank for rank in range(self.d) if self.is_wrong[rank].any()]
+        where = "every rank" if len(ranks) == self.d else f"rank {', '.join(map(str, ranks))}"
+        distance = (self.start - self.came[ranks[0]])[indices[0]]
+        return (f"elements {spans(elements)} have moved by {distance:.3g} on {where}: lr × {in_words(combination)}",
+                cause_of(combination, self.d))
 
     def moved_by_rank(self):
         figures = [", ".join(sorted({f"{self.case.lr * value:.3g}" for value in moved[~stays].tolist()}))
@@ -196,28 +252,17 @@ class Movement:
             return ()
         return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
 
-    def mixed_up(self):
-        """Explain two ranks' gradients of different parameters that were averaged, where rank 1 has another order."""
-        if not self.case.reverses:
-            return ()
-        parts = zip(*(values.split(self.case.numels) for values in (self.start, self.moved[0], *self.own_grads[:2])))
-        for (indices, moved, *grads), (source, _, *source_grads) in itertools.permutations(parts, 2):
-            for rank in range(2):
-                if ((moved - (grads[rank][0] + source_grads[1 - rank][0]) / self.d).abs() < 1e-3).any():
-                    return (f"of elements {indices[0]:g}-{indices[-1]:g} rank {rank}'s gradient was averaged with "
-                            f"rank {1 - rank}'s of elements {source[0]:g}-{source[-1]:g}", ORDER)
-        return ()
-
     def decoded(self):
         """Explain wrong elements by what they hold, on the first rank with some."""
-        wrong = ~self.is_right & ~self.stays
-        if not wrong.any():
+        if not self.is_wrong.any():
             return ()
-        rank = wrong.any(dim=1).int().argmax().item()
-        values, mask = self.came[rank], wrong[rank]
+        rank = self.is_wrong.any(dim=1).int().argmax().item()
+        values = self.came[rank]
+        mask = self.is_wrong[rank]
         where = "" if self.near(self.came, values).all() else f" on rank {rank}"
-        if values.isnan().any():
-            return f"in elements {spans(values.isnan())}: nan{where}", "memory that nobody has written, or 0 / 0"
+        if not values.isfinite().all():
+            return (f"in elements {spans(~values.isfinite())}: {values[~values.isfinite()][0]:g}",
+                    "memory that nobody has written, 0 / 0, or a gradient too large for 16 bits of fp16 (65,504)")
         for name, gradient in (("mean", self.mean_grad), ("summed", self.mean_grad * self.d)):
             if self.near(values, gradient)[mask].all() and mask.sum() > 1:
                 return (f"in elements {spans(mask)}: the {name} gradient{where}",
@@ -240,30 +285,32 @@ class Movement:
 
     def not_moved(self):
         """Explain elements that have not moved, on some ranks or on all."""
-        if (nowhere := self.stays.all(dim=0)).any():
-            return (f"elements {spans(nowhere)} have moved on no rank",
-                    "nobody owns these parameters, or their gradients have not arrived")
         if not self.stays.any():
             return ()
+        cause = self.comes_late() if any(seen.after_inner for seen in self.ranks) else TOO_EARLY
+        if (nowhere := self.stays.all(dim=0)).any():
+            return (f"elements {spans(nowhere)} have moved on no rank",
+                    cause or "nobody owns these parameters, or their gradients have not arrived")
         listed = [f"elements {spans(mask)} on rank {rank}" for rank, mask in enumerate(self.stays) if mask.any()]
-        if not any(seen.after_inner for seen in self.ranks):
-            cause = TOO_EARLY
-        else:
+        if not cause:
             cause = STALE if all(map(self.has_stepped, self.ranks, self.stays)) else NOT_RECEIVED
         return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
+
+    def comes_late(self):
+        """Return why elements that have not moved do so later; "" where they never do."""
+        settled = self.again(replace(self.case, settles=True))
+        if settled and all(self.near(seen.snapshots[-1], self.due).all() for seen in settled):
+            return LATE
+        one_more = self.again(replace(self.case, steps=self.case.steps + 1))
+        if one_more and all(self.near(seen.snapshots[-1], self.due)[stays].all()
+                            for seen, stays in zip(one_more, self.stays)):
+            return ONE_STEP_OLD
+        return ""
 
     def has_stepped(self, seen, mask):
         """Return whether a rank's inner optimizer has stepped all of the elements in `mask`."""
         stepped = seen.inner.own if seen.inner else torch.zeros(0)
         return self.near(self.due[mask, None], stepped).any(dim=1).all()
-
-
-def times_as_far(factor):
-    if abs(factor - round(factor)) < 1e-2 and factor > 1.5:
-        return f"{round(factor)} times as far"
-    if abs(factor - 1) > 1e-2 and factor > 0.02 and abs(1 / factor - round(1 / factor)) < 1e-2:
-        return f"1/{round(1 / factor)} as far"
-    return f"{factor:.3g} times the mean gradient"
 
 
 def runs(contents):

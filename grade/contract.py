@@ -1,61 +1,40 @@
-"""Runs level 3: tests of this repository on a package, with what fails counted by test."""
+"""Level 3: the tests of tests/stages/test_contract.py, called on ranks as they are."""
 
-import ast
-import os
-import subprocess
-import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
-from xml.etree import ElementTree
+import importlib
+import inspect
 
-from grade.grader import MARK, say, shorten
-from harness.publishing.stages import ROOT
+from grade import on_ranks
+from grade.grader import Wrong
+from grade.levels import Check
 
-N_FAILURES = 40  # then it ends: a hang takes a minute
-CAUSES = {  # a part of a failure -> its cause
-    "unexpected keyword argument": "level 3's constructor and methods take more arguments: docs/guide.md lists them",
-    "positional argument": "level 3's methods take more: step(closure), clip_grad_norm_(max_norm, norm_type)",
-    "has no attribute": "level 3 asks for more methods: docs/guide.md lists them",
-    "differs by": "a case of training that levels 1 and 2 don't have: the test's name says which"}
+CONTRACT = "tests.stages.test_contract"
+# Level 1 counts the state, and allows uneven shares. `make test` holds which parameters are refused, by which error.
+LEFT_OUT = {"test_state_is_sharded", "test_refuses_before_anything_changes", "test_only_plain_arguments_are_compared",
+            "test_sparse_gradients_are_refused_or_right", "test_mixed_dtypes_are_refused_or_right"}
 
 
-def holds(package, arguments, is_core):
-    """Run the tests by pytest -> whether all have passed."""
-    tests, title = "tests/stages/test_contract.py", "The whole contract"
-    if is_core:
-        tests, title = "tests/stages/test_cores.py", "The tests of the cores"
-    print(f"\nLevel 3: {title} (minutes)", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", tests, "--stage", package, *arguments, "-q", "--tb=short",
-             f"--maxfail={N_FAILURES}", "-p", "no:cacheprovider", f"--junit-xml={report}"], capture_output=True,
-            text=True, env={name: value for name, value in os.environ.items() if name != MARK})  # what it starts is its
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    names = [case.get("name").partition("[")[0] for case in cases]
-    failures = [(name, (fault.get("message") or "see below").splitlines()[0]) for name, case in zip(names, cases)
-                for fault in case if fault.tag in ("failure", "error")]
-    if run.returncode == 0 and cases:
-        say(("ok", f"{len(cases)} passed"))
-        print("ok level 3: the whole contract")
-    elif failures:
-        explain(tests, package, Counter(names), failures)
-    else:
-        last_line = ((run.stderr or run.stdout).strip().splitlines() or ["it says nothing"])[-1]
-        say(("FAILED", "pytest could not run them"), ("", shorten(last_line)))
-    return run.returncode == 0 and bool(cases)
+def level():
+    """Return (title, checks) as in LEVELS: each test that takes a stage, and no other parameter of pytest."""
+    checks = []
+    for name, test in vars(importlib.import_module(CONTRACT)).items():
+        if hasattr(test, "situations") and name not in LEFT_OUT:
+            marks = {mark.name: mark.args for mark in getattr(test, "pytestmark", [])}
+            parameter, world_sizes = marks.get("parametrize", ("world_size", (2, 3)))
+            if "any_size" in marks:
+                world_sizes = 1, 2, 3, 4
+            if parameter == "world_size" and "stage" in inspect.signature(test).parameters:
+                checks.append(Check(name.removeprefix("test_").replace("_", " "), holds, name=name, test=test,
+                                    world_sizes=world_sizes))
+    return "Level 3: The whole contract", checks
 
 
-def explain(tests, package, counts, failures):
-    """Print each test that fails, of `counts` runs, and more of one: the first whose cause is known, or the first."""
-    known = [(test, came, [("cause", cause)]) for test, came in failures for part, cause in CAUSES.items()
-             if part in came]
-    test, came, cause = (known or [(*failures[0], [])])[0]
-    docstrings = [ast.get_docstring(node) for node in ast.parse((ROOT / tests).read_text(encoding="utf-8")).body
-                  if isinstance(node, ast.FunctionDef) and node.name == test]
-    expected = [test.removeprefix("test_").replace("_", " "), *(text.splitlines()[0] for text in docstrings if text)]
-    say(("FAILED", f"{len(failures)} of {counts.total()}"),
-        *(("", f"{test} {n} of {counts[test]}") for test, n in Counter(test for test, _ in failures).most_common()),
-        ("expected", shorten(": ".join(expected))), ("came", shorten(came)), *cause,
-        ("more", f'make test ARGS="{tests} --stage {package} -k {test}"'))
+def holds(grader, name, test, world_sizes):
+    """Run a test on ranks. Its error becomes a Wrong with the test's docstring."""
+    for world_size in world_sizes:
+        try:
+            grader.run(world_size, on_ranks.plays, CONTRACT, name)
+        except Wrong as wrong:
+            expected = (inspect.getdoc(test) or "no exception").splitlines()[0]
+            came = [line for what, line in wrong.lines if what in ("came", "")]
+            more = f'make test ARGS="{CONTRACT.replace(".", "/")}.py --stage {grader.package} -k {name}" shows more'
+            raise Wrong(f"{expected} ({world_size} ranks)", came, more, step=0) from None

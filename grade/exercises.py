@@ -1,6 +1,6 @@
 """Writes an exercise: a core with bodies taken out as exercises.md says, or a drill: a stage with a fault of drills.md.
 
-    make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=variants, STAGE=drill1)
+    make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=drill1)
 """
 
 import ast
@@ -44,8 +44,7 @@ def emptied(path, asked):
     exercise = f"Exercise: fill in {n_bodies}, see docs/exercise.md. The solution is {path}."
     if asked:
         lines[end:end] = ["", exercise]
-    text = "\n".join(lines) + "\n"
-    return re.sub(r"^from \.(?=\w)", "from guard.", text, flags=re.MULTILINE) if path.startswith("guard/") else text
+    return "\n".join(lines) + "\n"
 
 
 class Drill(NamedTuple):
@@ -108,12 +107,12 @@ def answer(number):
 
 
 def write(what, to):
-    """Write an exercise: of a stage, by its package or number, "variants", "drill1". Raises ValueError or OSError."""
+    """Write an exercise: of a stage, by its package or number, or "drill1". Raises ValueError or OSError."""
     if re.fullmatch(r"drill\d+", what):
         return write_package(to, files_of_drill(int(what.removeprefix("drill"))))
     exercise = next((exercise for exercise in bodies() if what in (exercise, exercise[5:6])), None)
     if exercise is None:
-        raise ValueError(f"STAGE={what}: there are the exercises 0 to 4, variants, and drill1 to drill8")
+        raise ValueError(f"STAGE={what}: there are the exercises 0 to 4, and drill1 to drill8")
     files = {Path(path).name: emptied(path, asked) for path, asked in bodies()[exercise].items()}
     write_package(to, {"__init__.py": "", **files})
 

@@ -1,24 +1,14 @@
 """Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened."""
 
-import contextlib
 import functools
 import itertools
-import os
-import secrets
-import shutil
-import signal
-import sys
-import time
-from pathlib import Path
 
-from grade import on_ranks, runs
+from grade import on_ranks
 from harness.ranks.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
 LAST_S = 600  # where neither is seen
-MARK = "GRADED_IN"  # in the environment, which a process inherits from the one that starts it
-GRACE_S = 60  # helpers of Python's end after who has started them: on a busy machine not at once
-UNKNOWN = "no known mistake gives these figures: see the next line"
+UNKNOWN = "no known mistake gives these figures: print gradients around the average, parameters around the step"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
     "empty parameter list": "a rank owns nothing here: give the inner optimizer a group without parameters then",
@@ -48,43 +38,36 @@ def require(is_right, *lines):
 class Grader:
     """Runs functions of grade/on_ranks.py on ranks, with the optimizer of `package`; a failure becomes a Wrong."""
 
-    def __init__(self, package, workers=None, beside_ddp=False):
-        self.package, self.beside_ddp = package, beside_ddp
+    def __init__(self, package, workers=None):
+        self.package = package
         self.workers = {} if workers is None else workers  # by world size
         self.answers = {}  # a run that two checks ask for is done once
-        self.run_under_way = None  # (the Run, the number of ranks) of the check that goes on
         self.printed = []  # lines that its ranks have printed, the latest last
 
     def close(self):
         for workers in self.workers.values():
-            workers.close()
+            workers.kill()  # they hold nothing, and take seconds to part
 
     @functools.cached_property
     def facts(self):
         """Look at the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
         return self.run(2, on_ranks.look)[0]
 
-    def outcomes(self, title, checks):
-        """Yield (check, lines to print or a Wrong) of each; a terminal shows meanwhile which one is under way."""
-        is_terminal = sys.stderr.isatty()
-        for number, check in enumerate(checks, start=1):
-            self.run_under_way = None
-            self.printed.clear()
-            if is_terminal:
-                line = f"  {title.partition(':')[0]}, {number} of {len(checks)}: {check.name}"
-                print(line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-            try:
-                outcome = check.function(self) or []
-            except Wrong as wrong:
-                outcome = wrong
-            if is_terminal:
-                print("\r\033[K", end="", file=sys.stderr, flush=True)  # takes the line away
-            yield check, outcome
+    def outcome(self, check):
+        """Return what a check prints where it passes, or its Wrong."""
+        self.printed.clear()
+        try:
+            return check.function(self) or []
+        except Wrong as wrong:
+            return wrong
+
+    def start(self):
+        """Start the ranks before there is something to run on them: as many as level 1 has."""
+        for world_size in (2, 3, 4):
+            self.run(world_size, on_ranks.ready)
 
     def run(self, world_size, function, *args, hint=None):
         """Return [function(candidate, *args) of rank 0, …]. hint: the likely cause where an exception has no other."""
-        if function is runs.play:
-            self.run_under_way = *args, world_size
         key = world_size, function, args
         if key in self.answers:
             return self.answers[key]
@@ -106,8 +89,8 @@ class Grader:
                 raise WorkerError("all ranks stand still")
 
         try:
-            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, self.beside_ddp, LIMITS_S,
-                                                             function, *args, on_event=hear)
+            self.answers[key] = self.workers[world_size].run(on_ranks.watched, self.package, LIMITS_S, function, *args,
+                                                             on_event=hear)
         except WorkerError as error:
             raise Wrong(*failure(str(error), reports, raised, hint), step=0) from None
         return self.answers[key]
@@ -174,31 +157,3 @@ def first_difference(reports):
                 difference = f"from {root}" if root and kind == first.partition(" from ")[0] else call
                 return f"the ranks part at collective {number}: {first} on rank 0, {difference} on rank {rank}"
     return ""
-
-
-@contextlib.contextmanager
-def processes_ended():
-    """End processes that are started in this context and outlive it. Yields a set for their ids: none without /proc."""
-    os.environ[MARK], left = secrets.token_hex(8), set()
-    try:
-        yield left
-    finally:
-        deadline = time.monotonic() + GRACE_S
-        while processes := marked(f"{MARK}={os.environ[MARK]}"):  # what they start meanwhile, too
-            for process in processes if time.monotonic() > deadline else ():
-                left.add(process)
-                with contextlib.suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.05)
-
-
-def marked(mark):
-    """Return ids of the living processes that have `mark` in their environment, but for our own children."""
-    processes = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if os.getpid() not in (parent, int(folder.name)):
-                    processes.append(int(folder.name))
-    return processes

@@ -1,7 +1,6 @@
 """Known mistakes, made on purpose in one process that has all batches: whoever gets the same has made the same."""
 
 import functools
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,12 +8,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from grade.by_hand import ALMOST, DEFAULTS, NOT_AVERAGED, SUMMED, TWICE_AVERAGED
+from grade.by_hand import ALMOST, NOT_AVERAGED, SUMMED, TWICE_AVERAGED
+from grade.grader import UNKNOWN
 from grade.runs import Run, play
 
 NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
-LR_NOT_SAVED = "the lr of a scheduler is lost: save the groups' hyperparameters, too, in state_dict()"
-LR_NOT_LOADED = "the lr of a scheduler is lost: state_dict() has it, load_state_dict() doesn't put it into param_groups"
+USED_BY_NONE = slice(6, 12)  # of a Run with `unused`: after the six elements of the parameter that one rank uses
 
 
 class OneProcess:
@@ -70,7 +69,7 @@ class OneProcess:
 def in_one_process(run, ranks, factor=lambda *_: 1.0, **methods):
     """Return Seen of one process with the batches of all `ranks`. The mistake: `methods` of OneProcess, `factor`."""
     optimizer_cls = type("Mistaken", (OneProcess, run.settings()[0]), {"d": len(ranks), **methods})
-    candidate = SimpleNamespace(rank=0, cls=optimizer_cls, entries=[], beside_ddp=False)
+    candidate = SimpleNamespace(rank=0, cls=optimizer_cls, entries=[])
     seen = play(candidate, replace(run, prefetch=False, no_sync=False), ranks,
                 functools.partial(factor, len(ranks), run.micro_batches))
     if run.prefetch:
@@ -86,6 +85,34 @@ def last_groups(self, current):
     used = getattr(self, "current_groups", self.start)
     self.current_groups = current
     return used
+
+
+def by_the_last_norm(self, ratio, norm):
+    used = getattr(self, "last_norm", norm)
+    self.last_norm = norm
+    return min(ratio * norm / used, 1), used
+
+
+def moments_in_16_bits(self, current):
+    for state in self.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].bfloat16())
+    return current
+
+
+def multiply(grad, factor):
+    if grad is not None:
+        grad.mul_(factor)
+
+
+def add_stale(self):
+    """Give each rank that has no gradient of the parameter that one rank uses the average of the step before."""
+    param = self.params()[0]
+    n_without = self.d - (param.grad is not None)
+    stale = getattr(self, "stale", None)
+    if stale is not None:
+        param.grad = (0 if param.grad is None else param.grad) + stale * n_without / self.d
+    self.stale = param.grad
 
 
 def loads(change):
@@ -120,8 +147,15 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
             {"hyperparameters": lambda self, current: [{**group, "eps": 1e-8} for group in current]},
         "the optimizer's state is new in each step: make the inner optimizer once, in the constructor":
             {"cleared": lambda self, param, set_to_none: self.state.clear()},
+        "AdamW's moments are kept in 16 bits": {"hyperparameters": moments_in_16_bits},
         "the inner optimizer is not optimizer_cls": {"run": {"optimizer": "SGD"}}},
-    "groups": {NO_GROUPS: {"run": {"groups": False}}},
+    "groups": {
+        NO_GROUPS: {"run": {"groups": False}},
+        "the first group's lr is taken for all: copy each group's own":
+            {"hyperparameters": lambda self, current: [{**group, "lr": current[0]["lr"]} for group in current]},
+        "the weight decay of a group is lost: hand on everything that a group holds, and not lr alone":
+            {"hyperparameters": lambda self, current: [{**group, "weight_decay": self.defaults["weight_decay"]}
+                                                       for group in current]}},
     "micro_batches": {
         "only the last micro-batch counts: the gradients of those before were dropped":
             {"factor": lambda d, n, step, micro: float(micro == n - 1)},
@@ -140,6 +174,8 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
             {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * min(ratio, 1))},
         "the root is missing: this is the square of the norm":
             {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm**2)},
+        "the norm of the step before: take the norm of this step's gradients, and clip by it":
+            {"scaled": by_the_last_norm},
         "the norm of the first group alone: add up the squares over all groups":
             {"clipped": lambda self: self.param_groups[0]["params"]}},
     "resume": {
@@ -147,16 +183,17 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
         "moments are loaded, and AdamW's `step` is 0 again: its bias correction starts anew": loads(
             lambda _, saved: {"state": {key: {**state, "step": torch.zeros(())}
                                         for key, state in saved["state"].items()}}),
-        LR_NOT_SAVED: loads(lambda self, saved: {"param_groups": self.state_dict()["param_groups"]}),
+        "the lr of a scheduler is lost: state_dict() must have it, and load_state_dict() put it into param_groups":
+            loads(lambda self, saved: {"param_groups": self.state_dict()["param_groups"]}),
         "the lr that is loaded is that of the last step: a scheduler has changed the outer groups since":
             loads(lambda self, saved: {"param_groups": [{**group, "lr": group["last_lr"]}
                                                         for group in saved["param_groups"]]}),
         "state and lr are lost: load_state_dict() leaves both as new": {"load_state_dict": lambda self, saved: None}},
     "unused": {
         "a parameter that some ranks use is averaged over these alone: divide by all d, as DDP does":
-            {"change_grads": lambda self: self.params()[0].grad.mul_(self.d)},  # rank 0 alone uses it
-        "what no rank uses is stepped with zeros, and decays: its gradient must stay None":
-            {"change_grads": fill_with_zeros}},
+            {"change_grads": lambda self: multiply(self.params()[0].grad, self.d)},
+        "a gradient of an earlier step is used again where a rank has none in this step":
+            {"change_grads": add_stale}},
     "discards": {
         "zero_grad(set_to_none=False) leaves gradients as they are: it must zero them":
             {"cleared": lambda self, param, set_to_none: None if set_to_none else param.grad}},
@@ -168,8 +205,7 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
         "parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed":
             {"cleared": own_value, "factor": lambda d, n, step, micro: float(step == 0)},
         "gradients were added to parameters: the buffer must be zeroed when these have been copied out":
-            {"cleared": own_value},
-        DEFAULTS: {"run": {"defaults": True}}}}
+            {"cleared": own_value}}}
 
 
 def mistaken_runs(run, d):
@@ -180,53 +216,20 @@ def mistaken_runs(run, d):
                 yield cause, in_one_process(**{**how, "run": replace(run, **how.get("run", {})), "ranks": range(d)})
 
 
-def likely_cause(ranks, due, step, run):
-    """Return the known mistake by which one process gets rank 0's snapshots, or "". `step`: the first that is wrong."""
+def likely_cause(ranks, due, step, run, otherwise):
+    """Return the known mistake by which one process gets rank 0's snapshots, or `otherwise`, or a guess.
+
+    step: the first one that is wrong.
+    """
     d, came = len(ranks), ranks[0].snapshots
     for cause, seen in mistaken_runs(run, d):
         if all(map(close, came, seen.snapshots)):
-            return LR_NOT_LOADED if cause == LR_NOT_SAVED and ranks[0].lr_was_saved else cause
+            return cause
     own = torch.stack([seen.snapshots[1] for seen in each_alone(run, d)])
     if step == 1 and torch.isclose(own, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():  # that of its owner
         return NOT_AVERAGED
     is_near = (came[step] - due[step]).abs().max() < 0.01 * (due[step] - due[step - 1]).abs().max()
-    return ALMOST if is_near and not run.prefetch else ""
-
-
-def wrong_hyperparameters(came, run, d):
-    """Return (which parameters were stepped with whose hyperparameters, the cause), or () if unknown: do the first step
-    with every group's lr and every group's weight decay, and compare parameter by parameter."""
-    names, numels = names_and_numels(run)
-    start = [{key: group[key] for key in ("lr", "weight_decay")} for group in run.params(run.model(0))]
-    values_of = {"its own": {}, "the constructor's": run.settings()[1],
-                 **{f"group {index}'s": values for index, values in enumerate(start)}, "no": {"weight_decay": 0}}
-    sources = {}  # name of a parameter -> (whose lr, whose weight decay)
-    for lr, decay in itertools.product(values_of, repeat=2):
-        groups = [{"lr": {**own, **values_of[lr]}["lr"],
-                   "weight_decay": {**own, **values_of[decay]}["weight_decay"]} for own in start]
-        stepped = in_one_process(replace(run, steps=1), range(d), hyperparameters=lambda self, current: groups)
-        for name, due, value in zip(names, stepped.snapshots[1].split(numels), came.split(numels)):
-            if close(due, value):
-                sources.setdefault(name, (lr, decay))
-    if len(sources) < len(names):
-        return ()
-    wrong = {name: source for name, source in sources.items() if source != ("its own", "its own")}
-    lr, decay = first = next(wrong[name] for name in names if name in wrong)
-    alike = [name for name in names if wrong.get(name) == first]
-    listed = ", ".join(alike[:2]) + (" …" if len(alike) > 2 else "")
-    return f"{listed} moved with {lr} lr and {decay} weight decay", cause_of_sources(set(wrong.values()))
-
-
-def cause_of_sources(sources):
-    """Return why parameters were stepped with the hyperparameters of these sources."""
-    lrs = {lr for lr, _ in sources}
-    if sources == {("the constructor's", "the constructor's")}:
-        return NO_GROUPS
-    if lrs == {"its own"}:
-        return "the weight decay of a group is lost: hand on everything that a group holds, and not lr alone"
-    if lrs <= {"its own", "group 0's"}:
-        return "the first group's lr is taken for all: copy each group's own"
-    return "groups are paired wrongly: a rank that owns nothing of a group still needs that group, empty"
+    return otherwise or (ALMOST if is_near else UNKNOWN)
 
 
 def each_alone(run, d):

@@ -21,12 +21,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from grade.runs import LR
 from harness.measuring.ledger import Ledger
 from harness.ranks.workers import event
 
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole one, or the idea alone: a core
-BESIDE_DDP = "Sharded"  # the class that only shards, beside torch's DDP
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
@@ -125,44 +123,24 @@ def watch_for_hangs(ended, still_s, busy_s):
         was_stuck = is_stuck
 
 
-def judges():
-    """Return {(module or class, name): function}: all by which the grader judges, as they are at the moment."""
-    owners = [module for name, module in list(sys.modules.items()) if name.split(".")[0] in ("grade", "harness")]
-    owners += [cls for module in owners for cls in list(vars(module).values())
-               if inspect.isclass(cls) and not issubclass(cls, torch.optim.Optimizer)]  # whose step() torch wraps
-    return {(owner, name): value for owner in owners for name, value in list(vars(owner).items())
-            if inspect.isfunction(value)}
-
-
-def watched(rank, package, beside_ddp, limits, function, *args):
-    """Return function(candidate, *args), and report what happens on the way, in the package's import too. Refuse a
-    package that replaces functions of ours, which are noted before it is imported: it would judge itself."""
+def watched(rank, package, limits, function, *args):
+    """Return function(candidate, *args), and report what happens on the way, in the package's import too."""
     silence()
-    judges_at_the_end, judges_before, tell, place_of, ended = judges, judges(), event, where, threading.Event()
+    ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
-
-    def refuse_replaced():
-        functions = judges_at_the_end()
-        for (owner, name), function in judges_before.items():
-            if functions.get((owner, name)) is not function:
-                raise AssertionError(f"{package} replaces {owner.__name__}.{name}, by which it is graded")
-
     try:
         modules = [importlib.import_module(package), submodule(package, "optimizer")]
-        names = [BESIDE_DDP] if beside_ddp else CLASSES
-        name, cls = next(((name, getattr(module, name)) for name in names for module in modules
+        name, cls = next(((name, getattr(module, name)) for name in CLASSES for module in modules
                           if hasattr(module, name)), ("", None))
-        refuse_replaced()
         with ReportedLedger() as ledger:
-            result = function(SimpleNamespace(rank=rank.rank, package=package, beside_ddp=beside_ddp, name=name,
-                                              cls=cls, entries=ledger.entries), *args)
-        refuse_replaced()
-        tell(("ended", "", ""))
+            result = function(SimpleNamespace(place=rank, rank=rank.rank, package=package, name=name, cls=cls,
+                                              entries=ledger.entries), *args)
+        event(("ended", "", ""))
         return result
     except BaseException as error:  # SystemExit, too
         first_line = (str(error).strip().splitlines() or [""])[0]
         frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-        tell(("raised", f"{type(error).__name__}: {first_line}", place_of(frames)))
+        event(("raised", f"{type(error).__name__}: {first_line}", where(frames)))
         raise
     finally:
         ended.set()
@@ -174,35 +152,23 @@ def submodule(package, name):
     return importlib.import_module(f"{package}.{name}") if has_one else None
 
 
+def ready(candidate):
+    """Do nothing: the ranks have met, and the package isn't imported yet."""
+
+
+def plays(candidate, module, test):
+    """Run a test that takes a stage, in all its situations."""
+    play_situations = importlib.import_module("tests.common").play_situations  # needs pytest
+    play_situations(candidate.place, module, test, {"stage": candidate.package})
+
+
 def look(candidate):
     """Return facts of the class, as far as the process that grades has to know: it never imports the package."""
-    cls, signature, refusal = candidate.cls, "", ""
-    keywords = {"lr": LR} if candidate.beside_ddp else {"lr": LR, "process_group": None}
-    try:
-        signature = inspect.signature(cls)
-        signature.bind([], torch.optim.SGD, **keywords)
-    except TypeError as error:
-        refusal = f"{signature}: {error}"
+    cls = candidate.cls
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     exercise = re.search(r"The solution is (stage\w+)/", getattr(inspect.getmodule(cls), "__doc__", None) or "")
     return SimpleNamespace(
-        name=candidate.name, kind="class" if isinstance(cls, type) else type(cls).__name__, refusal=refusal,
-        missing=missing, file=getattr(sys.modules[candidate.package], "__file__", None),
-        exercise_of=exercise[1] if exercise else "",
+        name=candidate.name, missing=missing, exercise_of=exercise[1] if exercise else "",
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
-        averages=not candidate.beside_ddp, is_core=candidate.name == CLASSES[1],
-        is_whole=candidate.name not in (CLASSES[1], BESIDE_DDP),
-        prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing,
-        takes_grad_dtype="grad_dtype" in str(signature), has_ranges=ranges_of(candidate.package) is not None,
-        says_gone="Gradients are gone afterwards" in (getattr(getattr(cls, "step", None), "__doc__", None) or ""))
-
-
-def ranges_of(package):
-    """Return the function of stage 3's buffer, of `mine`, or of `mine.optimizer`; None if there is none."""
-    folders = [name for name in (package, package.rpartition(".")[0]) if name]
-    return next(filter(None, (getattr(submodule(name, "buffer"), "ranges_in_shard", None) for name in folders)), None)
-
-
-def ranges(candidate, cases):
-    """Return what ranges_in_shard says to each of `cases`, as plain tuples."""
-    return [[tuple(part) for part in ranges_of(candidate.package)(*case)] for case in cases]
+        is_whole=candidate.name == CLASSES[0],
+        prefetches="prefetch_params" not in missing, finishes="finish_param_sync" not in missing)

@@ -4,31 +4,33 @@ import contextlib
 import copy
 import functools
 import inspect
+import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from harness.measuring.memory import Memory, plain_tensors
 
 LR = 0.1
-OTHER_SEED, FIRST_DROPPED = 100, 100  # of a model that is loaded; the number of a batch that is dropped
+OTHER_SEED = 100  # of a model that is loaded
+FIRST_DROPPED = 100  # the number of the first batch whose gradients are dropped
 OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {"lr": LR}),  # AdamW's eps is as large as many gradients: another eps would be seen
+    "SGD": (torch.optim.SGD, {"lr": LR}),
+    # eps is as large as many of the gradients: another eps would be seen.
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 0.01, "foreach": False})}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Describes a training run, the same for the ranks and for one process: of odd sizes, 190 elements by default."""
+    """Describes a training run for ranks and for one process. By default the model has 190 parameters, in odd sizes."""
     optimizer: str = "SGD"
     steps: int = 3
     groups: bool = False  # three: the last bias, the matrices, the other biases, with an lr and a decay of their own
@@ -40,20 +42,27 @@ class Run:
     prefetch: bool = False  # parameters arrive in the next forward pass, and rank 1 sends its own late
     zeroes: bool = True  # zero_grad() after a step
     discards: bool = False  # before each step zero_grad() drops a backward pass: to zeros, to None, to zeros, …
-    unused: bool = False  # a parameter that rank 0 alone uses, and one that no rank uses
+    unused: bool = False  # a parameter that one rank uses in two of three steps, and one that no rank ever uses
+    thaws: bool = False  # the first layer is frozen when the optimizer is built, and trained from the first step on
+    strides: bool = False  # matrices are transposed in memory
     reloads: bool = False  # other values are loaded into the model after the constructor
     dtype: torch.dtype = torch.float32
-    defaults: bool = False  # the optimizer's own hyperparameters
     sizes: tuple = (7, 11, 5, 7)  # of layers
-    counts_memory: bool = False  # and keeps parameters at the end alone, because copies would count
-    zeroes_last_grads: bool = True  # before memory is counted
+    counts_memory: bool = False  # and keeps parameters only at the end, because copies would be counted
+    settles: bool = False  # parameters are kept a while after the last step: whatever is late has come
+    without_rank_0: bool = False  # the other ranks train in a process group of their own
 
     def model(self, seed):
         torch.manual_seed(seed)
-        layers = [(nn.Linear(*pair), nn.Tanh()) for pair in zip(self.sizes, self.sizes[1:])]
-        model = nn.Sequential(*sum(layers, ())[:-1])
+        model = nn.Sequential()
+        for n_inputs, n_outputs in zip(self.sizes, self.sizes[1:]):
+            model.extend([nn.Linear(n_inputs, n_outputs), nn.Tanh()])
+        del model[-1]
+        if self.strides:
+            for param in model.parameters():
+                param.data = param.data.t().contiguous().t()
         if self.unused:
-            for name in ("used_by_rank_0", "used_by_none"):
+            for name in ("used_by_one_rank", "used_by_none"):
                 model.register_parameter(name, nn.Parameter(torch.ones(2, 3)))
         return model.to(self.dtype)
 
@@ -62,8 +71,10 @@ class Run:
         generator = torch.Generator().manual_seed(1000 * number + rank)
         x, y = torch.randn(2, 4, self.sizes[0], generator=generator).to(self.dtype)
         loss = F.mse_loss(model(x), y)
-        if self.unused and rank == 0:
-            loss = loss + 0.01 * model.used_by_rank_0.square().sum()  # a gradient about as large as AdamW's eps
+        if self.unused and number % 3 == rank:  # rank 0, rank 1, neither of them, rank 0 again
+            loss = loss + 0.01 * model.used_by_one_rank.square().sum()  # a gradient about as large as AdamW's eps
+        if self.max_norms:
+            loss = loss * 3**number  # so that no two steps have alike norms
         return loss
 
     def params(self, model):
@@ -75,8 +86,7 @@ class Run:
                 {"params": biases[:-1], "lr": 0.03, "weight_decay": 0.0}]
 
     def settings(self):
-        optimizer_cls, kwargs = OPTIMIZERS[self.optimizer]
-        return optimizer_cls, {"foreach": False} if self.defaults else kwargs
+        return OPTIMIZERS[self.optimizer]
 
     def make(self, candidate, model):
         optimizer_cls, kwargs = self.settings()
@@ -84,6 +94,8 @@ class Run:
         offered = {"bucket_cap_mb": n_bytes / 6 / 2**20, "find_unused_parameters": self.unused}  # several buckets
         accepted = inspect.signature(candidate.cls).parameters
         extra = {name: value for name, value in offered.items() if value and name in accepted}
+        if self.without_rank_0:
+            extra["process_group"] = candidate.group
         return candidate.cls(self.params(model), optimizer_cls, **kwargs, **extra)
 
     def scheduler(self, optimizer):
@@ -94,15 +106,6 @@ class Run:
     def number_of(self, snapshot):
         """Return the number of the step after which a snapshot was made: with prefetch there is only the last one."""
         return self.steps if self.prefetch else snapshot
-
-    def shown_by(self, world_size, step):
-        """Return options by which `make show` trains so, up to this step; "" where it can't."""
-        is_plain = self == Run(self.optimizer, self.steps)
-        return f"--ranks {world_size} --steps {step} --optimizer {self.optimizer.lower()}" if is_plain else ""
-
-    def left_out(self, optimizer):
-        """Return bytes that don't count as held. Variants have some."""
-        return 0
 
 
 @dataclass
@@ -118,41 +121,52 @@ class Seen:
     after_inner: list = ()  # collectives that began after the inner optimizer had stepped
     first_layer_waited: list = ()  # for each of these of the step before, whether the first layer has waited
     never_awaited: list = ()  # collectives for whose result nobody has waited when the step ends
-    state: tuple = ()  # elements of AdamW's moments on this rank: how many aren't 0, and how many are
+    n_state: int = 0  # elements of AdamW's moments on this rank that aren't 0
     held: float = 0  # bytes of all tensors
-    has_zeros_for_none: bool = False  # whether a parameter that no rank uses has a gradient of zeros
-    lr_was_saved: bool = False  # whether state_dict() has a number that is the scheduler's lr
+    draws: bool = False  # whether a step changed the state of random number generators
 
 
 class Training:
-    """Trains as a Run says, on one rank, and notes in `seen` what it sees."""
+    """Trains as a Run says, on one rank, and notes in `seen` what it sees.
+
+    candidate: the class that is graded, the rank, and the ledger's entries, as grade/on_ranks.py makes it.
+    ranks: those whose mean loss is trained on. factor: (step, micro-batch) -> what scales its gradients.
+    """
 
     def __init__(self, candidate, run, ranks, factor):
-        self.candidate, self.run, self.ranks, self.factor = candidate, run, ranks, factor
-        self.entries, self.seen = candidate.entries, Seen()
+        self.candidate = candidate
+        self.run = run
+        self.ranks = ranks
+        self.factor = factor
+        self.entries = candidate.entries
+        self.seen = Seen()
         self.stepped = set()  # optimizers of torch
-        self.step_start = self.backward_stop = 0  # indices into `entries`: of this step, and of its update
+        self.step_start = 0  # the index in `entries` of this step's first collective
+        self.backward_stop = 0  # and of the first one after its backward passes
         self.inner_step_start = None  # the index of the inner optimizer's step; None: not yet
 
     def begin(self, seed):
-        run, model = self.run, self.run.model(seed)
+        run = self.run
+        model = run.model(seed)
         self.loss = functools.partial(run.loss, model)
-        if self.candidate.beside_ddp:
-            losses = nn.ModuleList([model])
-            losses.forward = self.loss  # what DistributedDataParallel calls
-            self.loss = DistributedDataParallel(losses, gradient_as_bucket_view=True)
+        if run.thaws:
+            model[0].requires_grad_(False)
         self.optimizer = run.make(self.candidate, model)
-        self.model, self.scheduler = model, run.scheduler(self.optimizer)
-        self.parts = self.model, self.optimizer, self.scheduler
+        if run.thaws:
+            model[0].requires_grad_(True)
+        self.model = model
+        self.scheduler = run.scheduler(self.optimizer)
+        self.parts = [part for part in (model, self.optimizer, self.scheduler) if part is not None]
         if run.reloads:
             model.load_state_dict(run.model(OTHER_SEED).state_dict())
         if run.prefetch:
             self.optimizer.prefetch_params(model)
         if run.prefetch and run.counts_memory:
             model[0].register_forward_hook(self.note_first_layer)
-        for param in model.parameters() if run.counts_memory else ():
-            if param.requires_grad:  # an optimizer may freeze some
-                param.register_hook(self.note_gradient)
+        if run.counts_memory:
+            for param in model.parameters():
+                if param.requires_grad:  # an optimizer may freeze some
+                    param.register_hook(self.note_gradient)
 
     def backward(self, number, factor=1.0):
         losses = (self.loss(number, rank) for rank in self.ranks)
@@ -176,18 +190,18 @@ class Training:
         self.step_start = len(self.entries)
         self.accumulate(step)
         self.backward_stop = len(self.entries)
-        if self.run.unused:
-            self.seen.has_zeros_for_none = self.model.used_by_none.grad is not None
+        before = random_states()
         if self.run.max_norms:
             self.seen.norms.append(float(self.optimizer.clip_grad_norm_(self.run.max_norms[step])))
         self.inner_step_start = None
         self.optimizer.step()
+        self.seen.draws |= random_states() != before
         self.note_collectives()
         self.end_step(is_last=step == self.run.steps - 1)
 
     def end_step(self, is_last):
         """Clear the gradients, let a scheduler write, and keep the parameters."""
-        if self.run.zeroes and (self.run.zeroes_last_grads or not is_last):
+        if self.run.zeroes and not (self.run.counts_memory and is_last):  # gradients count, too
             self.optimizer.zero_grad()
         if self.scheduler:
             self.scheduler.step()
@@ -197,13 +211,14 @@ class Training:
             self.keep_params()
 
     def keep_params(self):
+        if self.run.settles:
+            time.sleep(0.3)
         self.seen.snapshots.append(flat(self.model.parameters()))
 
     def resume(self):
         """Save, and go on with another model, another optimizer, another scheduler."""
-        states = _, optimizer_state, _ = copy.deepcopy([part.state_dict() for part in self.parts])
-        self.seen.lr_was_saved = has_number(optimizer_state, self.optimizer.param_groups[0]["lr"])
-        self.begin(self.candidate.rank + 10)
+        states = copy.deepcopy([part.state_dict() for part in self.parts])
+        self.begin(seed=self.candidate.rank + 10)  # another model
         for part, state in zip(self.parts, states):
             part.load_state_dict(state)
 
@@ -231,24 +246,31 @@ class Training:
     def note_collectives(self):
         self.seen.entries = self.entries[self.step_start :]
         self.seen.n_in_backward = self.backward_stop - self.step_start
-        self.seen.after_inner = self.entries[self.inner_step_start or self.backward_stop :]
+        updated = self.backward_stop if self.inner_step_start is None else self.inner_step_start
+        self.seen.after_inner = self.entries[updated:]
         self.seen.never_awaited = [entry for entry in self.seen.entries
                                    if not entry.is_awaited and entry.kind not in ("send", "barrier")]  # no result
 
     def count(self, memory):
         """Count the optimizer's state, and the bytes of all tensors."""
-        inner = self.stepped - {self.optimizer} or self.stepped  # an outer optimizer may show the inner one's state
+        inner = self.stepped
+        if len(inner) > 1:
+            inner = inner - {self.optimizer}  # an outer optimizer may show the inner one's state
         moments = [plain for optimizer in inner for state in optimizer.state.values() for value in state.values()
                    if torch.is_tensor(value) and value.dim() for plain in plain_tensors(value)]
-        n_real = sum(int(value.count_nonzero()) for value in moments)
-        self.seen.state = n_real, sum(value.numel() for value in moments) - n_real
-        del moments
-        self.seen.held = memory.settle() - self.run.left_out(self.optimizer)
+        self.seen.n_state = sum(int(value.count_nonzero()) for value in moments)
+        del moments  # they would count
+        self.seen.held = memory.settle()
         self.keep_params()
 
 
 def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
-    """Train on the mean loss of `ranks`, by default that of this rank. `factor` scales gradients. Returns Seen."""
+    """Train on the mean loss of `ranks`, by default of this rank. `factor` scales gradients. Returns Seen."""
+    if run.without_rank_0:
+        group = dist.new_group(range(1, dist.get_world_size()))
+        if candidate.rank == 0:
+            return Seen()
+        candidate = SimpleNamespace(**{**vars(candidate), "rank": candidate.rank - 1, "group": group})
     training = Training(candidate, run, ranks or [candidate.rank], factor)
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(Memory("cpu")) if run.counts_memory else None
@@ -270,12 +292,11 @@ def flat(params):
     return torch.cat([torch.zeros(0), *(tensor.float().reshape(-1) for tensor in local)])
 
 
+def random_states():
+    """Return what the generators of torch and of Python will draw from."""
+    return torch.get_rng_state().tolist(), random.getstate()
+
+
 def counted(entries):
     """Return how many collectives there are of each kind: "2 all_reduce, 1 broadcast"."""
     return ", ".join(f"{n} {kind}" for kind, n in Counter(entry.kind for entry in entries).items())
-
-
-def has_number(saved, number):
-    """Return whether `number` is somewhere in a state_dict."""
-    return any(float(leaf) == float(number) for leaf in tree_leaves(saved)
-               if isinstance(leaf, (int, float)) or type(leaf) is torch.Tensor and not leaf.dim())

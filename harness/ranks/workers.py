@@ -1,7 +1,6 @@
 """Starts ranks from a process, many times and quickly: for tests, bench.py, two hosts."""
 
 import contextlib
-import functools
 import gc
 import multiprocessing
 import os
@@ -14,12 +13,12 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
 
+from harness.ranks.forkserver import start_forkserver
 from harness.ranks.meeting import disconnect, join
 
 
@@ -150,21 +149,6 @@ class Workers(contextlib.AbstractContextManager):
         code = self.processes[rank].exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         return "failure", (f"rank {rank} {how}", "")
-
-
-@functools.cache
-def start_forkserver():
-    """Start, once, the process that imports torch and forks a worker on demand: a worker then costs milliseconds.
-
-    The main thread must make the first call. The process and its children ignore Ctrl-C: the parent ends them.
-    """
-    # torch.optim imports torch._dynamo in the first step: 1.5 seconds, which would pass in every worker. What
-    # checkpoints and rows import takes half a second more.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"])
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forkserver.ensure_running()
-    signal.signal(signal.SIGINT, before)
 
 
 _to_parent = None  # in a worker: its end of the pipe

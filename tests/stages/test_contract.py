@@ -6,6 +6,7 @@ with `pytest --stage my_package`.
 
 import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from harness import FOUR
 from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, trainable
-from tests.pairs import ADAMW, SGD, UNFUSED, Pair, assert_same, backward, exact, parameter_of, train
+from tests.pairs import ADAMW, SGD, UNFUSED, Pair, assert_same, backward, exact, parameter_of, sgd_of, train
 
 # ------------------------------------------------------------------------------------------------------------ equality
 
@@ -202,6 +203,25 @@ def test_three_micro_batches_add_up_as_in_one_process(rank, stage, with_no_sync)
 
 
 accumulate = test_three_micro_batches_add_up_as_in_one_process.__wrapped__
+
+
+@on_ranks
+def test_which_ranks_have_a_gradient_may_change_in_every_step(rank, stage):
+    """A rank without a gradient adds zero to the average, and no gradient that it had in an earlier step."""
+    takes_unused = "find_unused_parameters" in inspect.signature(optimizer_of(stage)).parameters
+    first, second = (parameter_of(0.0, rank) for _ in range(2))
+    last = rank.world_size - 1
+    optimizer = sgd_of(stage, [first, second], **{"find_unused_parameters": True} if takes_unused else {})
+    due = 0.0
+    for users in ({0}, {last}, set(), {0, last}):  # of the first parameter; every rank uses the second one
+        loss = second.sum()
+        if rank.rank in users:
+            loss = loss + first.sum() * (rank.rank + 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        due -= sum(user + 1 for user in users) / rank.world_size
+        torch.testing.assert_close(first.detach(), torch.full_like(first, due))
 
 
 @on_ranks(2)

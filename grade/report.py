@@ -1,0 +1,146 @@
+"""Prints what a package is told: check by check, as a drill, and what to do next."""
+
+import re
+import shutil
+import sys
+
+from grade import collective, contract, exercises
+from grade.grader import Wrong, say, shorten
+from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
+from harness import STAGES
+
+RING = "ring"  # the module of exercise 0
+REPORTED = "The report"  # the title under which a drill's own check is run
+N_PRINTED = 4  # lines that are shown of what the ranks have printed
+
+
+def checks_of(level, grader, only=""):
+    """Return (title, checks) of a level or of exercise 0: those for this class, with `only` in their name."""
+    title, checks = contract.level() if level == 3 else {**LEVELS, RING: collective.LEVEL}[level]
+    return title, [check for check in checks
+                   if only in check.name and (not check.fact or getattr(grader.facts, check.fact))]
+
+
+def outcomes(grader, checks):
+    """Yield (check, lines to print or a Wrong) of each. A terminal also lists the checks that are still to come."""
+    n_shown = shutil.get_terminal_size().lines - 5 if sys.stdout.isatty() else 0
+    for number, check in enumerate(checks):
+        to_come = [f"  …         {check.name}\n" for check in checks[number:][:n_shown]]
+        if to_come:
+            print("".join(to_come), end=f"\033[{len(to_come)}A", flush=True)  # and back up to the first of them
+        outcome = grader.outcome(check)
+        if to_come:
+            print("\033[J", end="")  # clears what is below
+        yield check, outcome
+
+
+def passes(level, grader, only=""):
+    """Run and print the checks of `level` -> whether all have passed; None where it is a class of level 1 alone."""
+    title, checks = checks_of(level, grader, only)
+    if checks:
+        print(f"\n{title}", flush=True)
+    for check, outcome in outcomes(grader, checks):
+        if not isinstance(outcome, Wrong):
+            say(("ok", check.name), *(("", line) for line in outcome))
+        elif check.name == "its methods" and not grader.facts.is_optimizer:
+            say(("not yet", f"level 2 wants {dict(outcome.lines)['expected']}"),
+                ("", "docs/exercise.md has its skeleton"))
+            return None
+        else:
+            say(("FAILED", check.name), *outcome.lines, *printed(grader))
+            return False
+    if checks and not only:
+        print(f"ok {title.lower()}", flush=True)
+    return True
+
+
+def printed(grader):
+    """Yield (what, line): what the ranks have printed, shortened."""
+    for line in grader.printed[-N_PRINTED:]:
+        yield "printed", shorten(line)
+    if len(grader.printed) > N_PRINTED:
+        yield "", f"{len(grader.printed) - N_PRINTED} lines before these"
+
+
+def mends(number, grader, hint):
+    """Print whether a drill is mended, or a hint -> whether it is. The check that sees the fault is first, unnamed."""
+    drill = exercises.drills()[number]
+    levels = [checks_of(level, grader) for level in LEVELS]
+    print(f"Drill {number}: {drill.title}", flush=True)
+    sees = next(check for check in [*CHECKS_OF_DRILLS, *levels[0][1], *levels[1][1]] if check.name == drill.check)
+    for title, checks in [(REPORTED, [Check("what is reported", sees.function)]), *levels]:
+        print(f"  {title} …", flush=True)
+        for check in checks:
+            outcome = grader.outcome(check)
+            if isinstance(outcome, Wrong):
+                say(("not yet", ""), *(hints(drill, outcome, hint) if title == REPORTED else [
+                    ("report", "what it tells of is gone, and another check fails"), ("check", check.name),
+                    *outcome.lines]))
+                return False
+    print(f"ok drill {number}: mended\n\n{drill.answer}")
+    return True
+
+
+def hints(drill, wrong, hint):
+    """Return (what, line) of a drill that isn't mended, and no cause."""
+    lines = [("report", drill.report)]
+    if hint >= 2:
+        came = [(what, re.sub(r" \(\S+:\d+\)", "", line)) for what, line in wrong.lines if what != "cause"]
+        lines += [("check", drill.check), *(pair for pair in came if not pair[1].startswith("in "))]
+    if hint >= 3:
+        return [*lines, ("state", drill.state)]
+    shown = "the state to look at" if hint == 2 else "the check that sees it"
+    return [*lines, ("hint", f"ARGS='--hint {hint + 1}' shows {shown}; ARGS=--answer shows the answer")]
+
+
+def what_next(grader, left_out=""):
+    """Return what a learner does after a right verdict: grade the level that was `left_out`, or go on."""
+    package = grader.package
+    number = exercises.number_of_drill(package)
+    stage = grader.facts.exercise_of
+    if number in exercises.drills() and number + 1 in exercises.drills():
+        return f"rm -rf {package} && make exercise STAGE=drill{number + 1} TO={package}"
+    if number:
+        return "that was the last drill; docs/incidents.md has the reports of these faults, and further ones"
+    if left_out:
+        return f"make grade STAGE={package}, for level {left_out} was left out"
+    if package.endswith(f".{RING}"):
+        return f"the chapter {STAGES[0]}/README.md, then its exercise"
+    if stage == STAGES[0]:
+        return f"three other designs, docs/exercise.md#three-right-ways-to-do-it, then {STAGES[1]}/README.md"
+    if stage in STAGES[:-1]:
+        return f"the chapter {STAGES[STAGES.index(stage) + 1]}/README.md, then its exercise"
+    return "find a fault in a stage: make exercise STAGE=drill1 TO=drill"
+
+
+def grade(grader, args):
+    """Print the verdict -> whether everything that was asked for has passed; None where level 2 has not begun."""
+    try:
+        facts = grader.facts
+    except Wrong as wrong:
+        came = " ".join(line for what, line in wrong.lines if what in ("came", ""))
+        print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
+        return False
+    number = exercises.number_of_drill(grader.package)
+    last = 3 if facts.is_whole else 2
+    levels = list(range(1, min(args.levels, last) + 1))
+    if grader.package.endswith(f".{RING}"):
+        levels = [RING]
+    if number:
+        is_right = mends(number, grader, args.hint)
+    elif args.only and not any(checks_of(level, grader, args.only)[1] for level in levels):
+        print(f"grade: error: --only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name",
+              file=sys.stderr)
+        return False
+    else:
+        if facts.name:
+            print(f"The class is {facts.name}", flush=True)
+        is_right = True
+        for level in levels:
+            is_right = passes(level, grader, args.only)
+            if not is_right:
+                break
+    if is_right and not args.only:
+        left_out = levels[-1] + 1 if levels[-1] in range(last) else ""
+        say(("", ""), ("next", what_next(grader, left_out)))
+    return is_right
