@@ -13,7 +13,6 @@ package, and it imports no stage. Beside these two methods it relies on these of
                                  the tensor `main`. Waits for parameters in flight, and takes in what others have
                                  written into the model.
     optimizer.make_optimizer(groups)         a new inner optimizer, to find out what its state consists of
-    optimizer.pass_on_hyperparameters()      outer groups -> inner groups, before a state is read
     optimizer.refuse_different_settings()    an error on every rank if the groups of the ranks have different values
     optimizer.move_to(process_group)         stages 3 and 4: exchange the shards for those of the new rank, no state
     optimizer.has_grads                      stages 3 and 4: whether this rank is between backward() and step()

@@ -14,6 +14,7 @@ import errno
 import functools
 import json
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -261,6 +262,8 @@ def as_checkpoint_error(error):
     """Return a ForeignCheckpoint for what doesn't fit, a DamagedCheckpoint for what a disk can't read, else `error`."""
     if isinstance(error, (ValueError, KeyError)) and not isinstance(error, CheckpointError):
         return ForeignCheckpoint(f"it is of another model or optimizer: {error}")
+    if isinstance(error, pickle.UnpicklingError):  # whose text says how to run the code
+        return DamagedCheckpoint("a tensor is damaged: it is no plain value")
     return DamagedCheckpoint(error.strerror) if getattr(error, "errno", None) in DISK_ERRORS else error
 
 

@@ -10,10 +10,9 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from .groups import all_params
 from .guarded import mean_loss
 from .scaling import clip_grads, gather
-from .skipping import agree_on_bad_grads, is_left_out, is_true_anywhere
+from .skipping import found_inf
 from .state_dict import load_state_dicts
 
 
@@ -35,15 +34,13 @@ class Chained:
     ranks outside of it have other parameters, or no second optimizer. The norm counts each parameter once. One group
     must contain all others, and every rank must have an optimizer of that group.
 
-    A step happens in all optimizers, on all ranks, or is left out in all: torch.amp.GradScaler steps the chain, and
-    what an optimizer of variants/finite.py finds counts for all.
+    A step happens in all optimizers, on all ranks, or is left out in all: torch.amp.GradScaler steps the chain.
 
     The constructor is collective. Raises:
         ValueError: no group contains all others, so it can't be known which ranks have the same parameters.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
-    _bad_grads = False  # whether an optimizer has found a nan, on any rank, and the next step will be left out
 
     def __init__(self, *optimizers):
         self.optimizers = list(optimizers)
@@ -60,22 +57,19 @@ class Chained:
                              "whose parameters are alike can't be known")
         for optimizer in optimizers:
             optimizer._chain = weakref.ref(self)
-        self._checks_grads = is_true_anywhere(any(optimizer._checks_grads for optimizer in optimizers),
-                                             self._agreement_group, all_params(self)[0].device)
 
     param_groups = property(lambda self: [group for part in self.optimizers for group in part.param_groups])
     state = property(lambda self: {param: state for part in self.optimizers for param, state in part.state.items()})
-    zero_grad, _leave_out_step = map(method_of_each, ("zero_grad", "_leave_out_step"))
+    zero_grad = method_of_each("zero_grad")
+    set_requires_gradient_sync = method_of_each("set_requires_gradient_sync")
     prefetch_params, finish_param_sync = map(method_of_each, ("prefetch_params", "finish_param_sync"))  # of stage 4
 
     _grads_elsewhere = property(lambda self: any(optimizer._grads_elsewhere for optimizer in self.optimizers))
 
     def finish_grad_sync(self, **arguments):
-        """Average the gradients of each optimizer. Raises what it raises, on every rank of the chain for a nan."""
+        """Average the gradients of each optimizer. Raises what it raises."""
         for optimizer in self.optimizers:
-            optimizer._average_and_divide(arguments)
-        if self._checks_grads:
-            self._bad_grads = agree_on_bad_grads(self)
+            optimizer.finish_grad_sync(**arguments)
 
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
@@ -85,8 +79,8 @@ class Chained:
         """
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         self.finish_grad_sync()
-        if is_left_out(self, grad_scaler):
-            self._leave_out_step()
+        if grad_scaler is not None and found_inf(self, grad_scaler):
+            self.zero_grad()
             return loss
         arguments = [] if closure is None else [lambda: loss]  # not every step() takes a closure
         for optimizer in self.optimizers:

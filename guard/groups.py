@@ -1,4 +1,8 @@
-"""Helpers for parameter groups, and a check that all ranks have the same hyperparameters.
+"""Parameter groups: ours, those of the inner optimizer, and those of the other ranks.
+
+Situation: an optimizer class of one's own, which reads attributes of parameters, writes into its groups, or replaces
+the tensors that it steps. Shown by tests/stages/test_own_classes.py,
+`test_a_class_of_ones_own_trains_as_in_plain_torch`.
 
 Situation: a scheduler sets the lr from the loss of one rank (ReduceLROnPlateau). Ranks with different settings would
 silently mix two trainings. So the groups are compared whenever ranks communicate anyway: in the constructor, in
@@ -46,29 +50,73 @@ def copy_hyperparameters(sources, targets):
         target.update(hyperparameters(source))
 
 
+def share_attributes(groups, own_groups, param_of):
+    """Give each main parameter the attributes of its parameter, and its name: an inner optimizer may read p.lr_mul.
+
+    Both share one dict of attributes, so what is set later counts too.
+
+    Args:
+        groups, own_groups: of the model's parameters, and the same of main parameters.
+        param_of: main parameter -> parameter.
+    """
+    for group, own_group in zip(groups, own_groups):
+        for main in own_group["params"]:
+            main.__dict__ = param_of[main].__dict__
+        if "param_names" in group:
+            name_of = dict(zip(group["params"], group["param_names"]))
+            own_group["param_names"] = [name_of[param_of[main]] for main in own_group["params"]]
+
+
+class InnerTensors:
+    """Main parameters and their gradients, which the inner optimizer has in stages 3 and 4.
+
+    A class of a user's own may assign `p.grad` or `p.grad.data` in its step, free gradients, end with zero_grad(), or
+    assign `p.data` in place of writing into `p`. With plain tensors such a class trains. Here it steps views: of the
+    buffer that is sent, and of the buffer in which gradients arrive.
+
+    Attributes:
+        main_params, grads: as the inner optimizer was given them.
+        views: of each of these tensors another view of the same memory, out of a class's reach.
+    """
+
+    def __init__(self, main_params):
+        self.main_params = list(main_params)
+        self.grads = [main.grad for main in self.main_params]
+        self.views = [tensor.detach() for tensor in self.main_params + self.grads]
+
+    def take_back(self):
+        """After a step, give each tensor its memory again, with what a parameter has now, and parameters gradients."""
+        tensors = self.main_params + self.grads
+        address_of = torch.Tensor.data_ptr
+        if list(map(address_of, tensors)) != list(map(address_of, self.views)):
+            for main, view in zip(self.main_params, self.views):
+                if main.data_ptr() != view.data_ptr():
+                    view.copy_(main)
+            for tensor, view in zip(tensors, self.views):
+                tensor.data = view
+        for main, grad in zip(self.main_params, self.grads):
+            if main.grad is not grad:
+                main.grad = grad
+
+
 def mesh_groups_of(param):
     """Return the process groups over which the elements of a DTensor are spread; for any other tensor, ()."""
     placements = enumerate(getattr(param, "placements", ()))
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
-def settings_of(groups):
-    """Return {"lr of group 0": number, "betas[1] of group 0": number, …}; see `comparable_settings`."""
-    settings = {}
+def settings_of(groups, others=()):
+    """Return {"lr of group 0": number, "betas[1] of group 0": number, …, **others} without what ranks can't compare.
+
+    Ranks compare plain values and one-element CPU tensors. A tensor on a GPU isn't compared: reading it would wait.
+    """
+    settings = dict(others)
     for g, group in enumerate(groups):
         for key, value in hyperparameters(group).items():
             if isinstance(value, (tuple, list)):
                 settings.update({f"{key}[{i}] of group {g}": part for i, part in enumerate(value)})
             else:
                 settings[f"{key} of group {g}"] = value
-    return comparable_settings(settings)
-
-
-def comparable_settings(settings):
-    """Return those of `settings` that ranks can compare: name -> number or text.
-
-    These are plain values and one-element CPU tensors. A tensor on a GPU isn't compared: reading it would wait for it.
-    """
     plain = {}
     for name, value in settings.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":

@@ -1,16 +1,20 @@
 """What the DistributedOptimizer of every stage does around its core, in which order.
 
-Situation: training, from the constructor to a save. The class in a stage's `distributed.py` adds what differs. A method
-that it defines replaces the one here, because super() is the core in both classes. It defines:
+Situation: training, from the constructor to a save. Python looks a method up in three classes, in this order: the
+DistributedOptimizer of a stage's `distributed.py`, which has what differs between stages; Guarded; and the core. A
+method stands in one of the first two at most, so that `super()` means the core in both. `step` ends in the core's
+`step`, which calls `sync_grads`, `step_own` and `sync_params`: the guard hangs on these. A stage's class defines:
 
-    _refuse(named), _probe(make_optimizer, groups)   raise an error for what the stage can't train
-    _takes_dtensors, _takes_channels_last   of parameters
+    _refuse(named)              raise an error for parameters that the stage can't train; return what they store
+    _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
+    _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
     _watch_shards(groups)       what else to do after parameters have been sharded
     _owned_ranges()             what `pieces` returns
-    _average_grads(arguments)   average the gradients unless that is done; return whether it did anything
-    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also of a buffer
+    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new
+    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also a buffer may have it
     _take_model_changes()       update main parameters from what others wrote into the model
     has_grads                   whether this rank is between backward() and step()
+    _stage, _buffers_in_words() what repr() shows
     _grads_elsewhere            whether there were gradients that are not in param.grad
     _param_grad_holds           what torch's clipping would find in param.grad, see guard/scaling.py; also of a buffer
 
@@ -26,47 +30,53 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer
 
-from .groups import all_params, copy_hyperparameters, error_if_settings_differ, hyperparameters, settings_of
-from .hooks import closure_returns, untraced, without_global_hooks
-from .inner import InnerTensors, share_attributes
-from .refuse import callable_or_refusal, checked_groups, divisor_of, param_ids, silence_torch
+from .groups import (
+    all_params,
+    copy_hyperparameters,
+    error_if_settings_differ,
+    hyperparameters,
+    settings_of,
+    share_attributes,
+)
+from .hooks import GLOBAL_HOOKS, call_hooks_around_step, closure_returns, without_global_hooks
+from .refuse import checked_groups, divisor_of, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
 from .schema import schema_of
-from .skipping import is_left_out
+from .skipping import found_inf
 from .state_dict import load_state_dicts, state_dict_of
 from .states import MAIN_PARAM, ByParameter
 
-RANGE = (13,)  # the shape of a piece to find out with: a number that nothing else in a state is likely to have
+RANGE = (13,)  # shape of a trial tensor that stands for a piece: nothing else in a state is likely to have 13 elements
 
 
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # the core's
-    _average_grads: Callable[[dict], bool]
+    _before_average: Callable[[dict], bool]
+    _stage: int
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
-    _main_to_save = staticmethod(torch.Tensor.detach)  # of a main parameter, what a state_dict has
+    _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
     _chain: Any = None  # a weak reference to the Chained that has this optimizer
-    _checks_grads = False  # whether it looks for a nan before the update: variants/finite.py, which has the next two
-    skip: bool  # whether it leaves a step with a nan out instead of raising
-    n_skipped: int
-    _bad_grads = ""  # the error of what it has found, the same on all ranks of _agreement_group
-    _n_steps = 0  # since the shards were made; the count in a state_dict that is loaded goes on
+    _n_steps = 0  # how many steps were taken since the shards were made, and before a state_dict that was loaded
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
         """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torch(self)
-        self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
+        classes = type(self).__mro__
+        call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core, whose step ours ends in
+        if not callable(optimizer_cls):
+            raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
+                            f"{type(optimizer_cls).__name__}")
+        self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
-        self._inner_tensors = InnerTensors()
         return checked_groups(self, params, settings)
 
     @property
     def _agreement_group(self):
-        """Return the group of all ranks that train the model. In variants/hybrid.py several groups share it out."""
+        """Return the group of all ranks that train the model: in variants/hybrid.py it is more than `process_group`."""
         return self.process_group
 
     @torch.no_grad()
@@ -74,10 +84,11 @@ class Guarded(torch.optim.Optimizer):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         if self._states is None:
             return super().add_param_group(param_group)
-        super().add_param_group(checked_groups(self, [*map(dict, self.param_groups), param_group], {})[-1])
+        *_, checked_group = checked_groups(self, [*map(dict, self.param_groups), param_group], {})
+        super().add_param_group(checked_group)
         for own_group in self.shard(self.param_groups[-1:]):
             self.optimizer.add_param_group(own_group)
-            # What the class makes at once, as Adagrad does; torch < 2.13 forgets it in add_param_group().
+            # A class such as Adagrad makes a state in its constructor; torch < 2.13 forgets it in add_param_group().
             self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
         self._note_shards()
 
@@ -88,13 +99,11 @@ class Guarded(torch.optim.Optimizer):
             own_groups = super().shard(groups)
         else:  # an empty group, as a split by weight decay may make
             own_groups = [{**hyperparameters(group), "params": []} for group in groups]
-        # Autograd doesn't see the broadcast. With a new version it refuses a graph that has read the old values.
+        # Autograd doesn't see the broadcast. A new version lets it refuse a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
         share_attributes(groups, own_groups, param_of)
-        for main in [main for group in own_groups for main in group["params"] if main is not param_of[main]]:
-            self._inner_tensors.add(main, main.grad)
         return own_groups
 
     def _watch_shards(self, groups):
@@ -102,14 +111,24 @@ class Guarded(torch.optim.Optimizer):
 
     def _note_shards(self):
         # Both are -1 on a rank that is in no process group since reshard().
-        self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        self._states = ByParameter(self.optimizer, all_params(self), self._owned_ranges(),
+        self.rank = dist.get_rank(self.process_group)
+        self.world_size = dist.get_world_size(self.process_group)
+        self._params = all_params(self)
+        self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(),
                                    weakref.WeakMethod(self._names_in_state))
-        self._known_params = param_ids(self.param_groups)
+        self._known_params = self._param_ids()
+        self._grad_factor = 1.0
+        if self.rank >= 0:
+            n_ranks = dist.get_world_size(self._agreement_group)
+            self._grad_factor = self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
+
+    def _param_ids(self):
+        return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _move_to(self, process_group):
         """Take the shards of this rank in `process_group`, without state, after the old shards were given up."""
-        self.process_group, self._n_steps, self._inner_tensors = process_group, 0, InnerTensors()
+        self.process_group = process_group
+        self._n_steps = 0
         if dist.get_rank(process_group) >= 0:
             own_groups = self.shard(self.param_groups)
         else:
@@ -117,7 +136,7 @@ class Guarded(torch.optim.Optimizer):
         self.optimizer = self.make_optimizer(own_groups)
         self._note_shards()
 
-    @untraced
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients, update what this rank owns, send updated parameters to all ranks. Collective.
@@ -131,51 +150,51 @@ class Guarded(torch.optim.Optimizer):
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        if param_ids(self.param_groups) != self._known_params:
+        if self._param_ids() != self._known_params:
             raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                                "the optimizer anew")
-        if grad_scaler is None and not self._checks_grads:
-            return self._step_with_hooks(closure)
-        if closure is not None:  # called before it is known whether there is a step
-            with torch.enable_grad():
-                loss = closure()
-
-            def closure():
-                return loss
-        self.finish_grad_sync()
-        if is_left_out(self, grad_scaler):
-            self._leave_out_step()
-            return None if closure is None else mean_loss(self, closure, self._agreement_group)
-        return self._step_with_hooks(closure)
-
-    step.hooked = True  # torch then leaves the hooks to _step_with_hooks
-
-    @Optimizer.profile_hook_step
-    def _step_with_hooks(self, closure=None):
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
-        self.finish_grad_sync()
-        self._states.cut_whole_tensors()
-        self._take_model_changes()
-        with without_global_hooks(), closure_returns(loss, self.optimizer, closure):  # the phases of the core's step
-            self.step_own()
-        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
-        self.sync_params()
-        self._n_steps += 1
+        if grad_scaler is not None:
+            self.finish_grad_sync()
+            if found_inf(self, grad_scaler):
+                self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
+                return loss
+        if closure is None:
+            super().step()
+        else:
+            with closure_returns(loss, self.optimizer):
+                super().step()
         return loss
 
-    def _leave_out_step(self):
-        self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
-        if self._checks_grads:
-            self.n_skipped += 1
+    step.hooked = True  # torch then calls hooks around the core's step alone
+
+    @torch.no_grad()
+    def sync_grads(self, **arguments):
+        """Average the gradients as the core does, unless that is done, and divide by `average_over`.
+
+        arguments: of `clip_grad_norm_` or `scale_grads_`; stage 4 compares them between the ranks.
+        """
+        are_new = self._before_average(arguments)
+        super().sync_grads()
+        if are_new and self._grad_factor != 1:
+            multiply_grads(self._averaged_params(), self._grad_factor)
 
     def step_own(self):
-        """Step as the core does, whatever the class does with the tensors that it steps."""
-        with self._inner_tensors.kept(self.optimizer):
+        """Step as the core does, from what others have written into the model and into the state."""
+        if self._states.accessed_params:
+            self._states.cut_whole_tensors()
+        self._take_model_changes()
+        with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext(), named("inner step"):
             super().step_own()
+        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
+        self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication. Stages 1 to 3 send nothing before `step` anyway."""
         return contextlib.nullcontext()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Begin or end what `no_sync` does, as FSDP2's method of this name does."""
 
     @torch.no_grad()
     def finish_grad_sync(self, **arguments: Any) -> None:
@@ -187,32 +206,19 @@ class Guarded(torch.optim.Optimizer):
         all ranks or on none, and before backward(). Collective.
 
         Args:
-            arguments: numbers that were given to the caller, by name. Stage 4 compares them between the ranks.
+            arguments: of `clip_grad_norm_` or `scale_grads_`. Stage 4 compares them between the ranks.
 
         Raises:
             RuntimeError: a parameter received no gradient in stage 4, or was assigned one too late, or its `data` was
                 replaced; or `arguments` or the parameter groups of the ranks differ, in lr for example. In stage 4
                 raised on every rank, unless the ranks have agreed already, in `clip_grad_norm_` say.
         """
-        self._average_and_divide(arguments)
-        if self._bad_grads and not self.skip:
-            error = RuntimeError(self._bad_grads)
-            self.zero_grad()
-            raise error
-
-    def _average_and_divide(self, arguments):
-        if self._average_grads(arguments) and self._grad_factor != 1:
-            multiply_grads(self._averaged_params(), self._grad_factor)
+        self.sync_grads(**arguments)
 
     @property
     def _n_averaged(self):
-        """Return how many gradients `finish_grad_sync` averages, one of each rank, before `average_over` counts."""
+        """Return what the sum of gradients is divided by where `average_over` is None."""
         return dist.get_world_size(self._agreement_group)
-
-    @property
-    def _grad_factor(self):
-        n_ranks = dist.get_world_size(self._agreement_group)
-        return self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
 
     def _refuse_late_backward(self):
         """Refuse gradients that come after the average, if they would be added to scaled ones."""
@@ -227,7 +233,7 @@ class Guarded(torch.optim.Optimizer):
         For example by ranks / tokens, where the losses are sums over tokens whose number is known late.
 
         Args:
-            factor: the same on every rank: a number, or a tensor without dimensions, which no host waits for.
+            factor: the same on every rank: a number, or a tensor without dimensions, whose value no host reads.
         """
         self.finish_grad_sync(factor=factor)
         multiply_grads(self._averaged_params(), factor)
@@ -279,7 +285,6 @@ class Guarded(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        self.pass_on_hyperparameters()
         state_dict = state_dict_of(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -311,28 +316,41 @@ class Guarded(torch.optim.Optimizer):
         schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
         return [*(schema.entries if schema else ()), *([MAIN_PARAM] if dtype != param.dtype else ())]
 
-    def pass_on_hyperparameters(self):
-        copy_hyperparameters(self.param_groups, self.optimizer.param_groups)
-
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
         if error := error_if_settings_differ(settings_of(self.param_groups), self.process_group):
             raise error
 
+    def __repr__(self):
+        """Return what this rank has of the model, and torch's text about the groups."""
+        if self._states is None:  # the constructor has failed
+            return super().__repr__()
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()
+                   if isinstance(value, torch.Tensor)]
+        n_own = sum(main.numel() for main in all_params(self.optimizer))
+        n_all = sum(getattr(param, "_local_tensor", param).numel() for param in self._params)
+        return (f"Stage {self._stage}, rank {self.rank} of {self.world_size}: updates {n_own:,} of {n_all:,} elements; "
+                f"state: {sum(tensor.nbytes for tensor in tensors):,} bytes{self._buffers_in_words()}\n"
+                f"{super().__repr__()}")
+
+    def _buffers_in_words(self):
+        return ""
+
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
-    # Lightning and Fabric wrap the optimizer in an object whose class inherits from theirs and ours. Our methods would
-    # run with the wrapper as `self`: they would assign to the wrapper, and find the wrapped optimizer in
-    # `self.optimizer`, not the inner one. So such a class forwards our attributes to the wrapped optimizer:
-    # tests/stages/test_wrappers.py.
+    # Lightning and Fabric wrap an optimizer in an object of a new class, which inherits from their wrapper and from our
+    # class. A method of ours would then have the wrapper as `self`: it would assign to the wrapper, and would find the
+    # wrapped optimizer in `self.optimizer`, where it expects the inner one. So such a class forwards our attributes to
+    # the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        for kind in cls.__mro__:  # a class that is instantiated is no wrapper: those assign to __class__
+        # A class whose constructor is called is no wrapper class: a wrapper is made otherwise, and changes its class.
+        for kind in cls.__mro__:
             for name in [name for name, value in vars(kind).items() if isinstance(value, ForwardedAttribute)]:
                 delattr(kind, name)
         optimizer = super().__new__(cls)
-        optimizer._itself = weakref.ref(optimizer)  # a wrapper reads our attributes, or has copies of them
+        optimizer._itself = weakref.ref(optimizer)  # a wrapper copies this attribute, and so finds the optimizer
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
@@ -346,20 +364,20 @@ class Guarded(torch.optim.Optimizer):
                     setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
 
 
+def named(what):
+    """Return a context whose content has a name in torch.profiler; where no profiler runs, one that costs nothing."""
+    return torch.profiler.record_function(what) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+
+
 def mean_loss(optimizer, closure, process_group):
     """Return what `closure` returns, averaged over the ranks of `process_group` if it is a number or a tensor."""
     with torch.enable_grad():
         loss = closure()
     if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
         return loss  # None, or a dict of losses for example
-    if hasattr(loss, "full_tensor"):  # a DTensor, maybe with partial sums
-        loss = loss.full_tensor()
     loss = torch.as_tensor(loss, device=all_params(optimizer)[0].device).detach().clone()
     dist.all_reduce(loss, group=process_group)
     return loss / dist.get_world_size(process_group)
-
-
-Guarded.step.__wrapped__.__wrapped__.__qualname__ = "DistributedOptimizer.step"  # in the error of a wrong argument
 
 
 class ForwardedAttribute(property):

@@ -16,6 +16,7 @@ import torch._dynamo  # early, because torch would import it with its first opti
 from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # dicts
 active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None if nothing is being compiled
 
 
@@ -67,17 +68,29 @@ def owners_of(param):
     return [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
 
 
+def call_hooks_around_step(classes):
+    """Let the first of `classes` that has a `step` call the step hooks around it, as torch does when it is built alone.
+
+    It may have been built alone before: then its `step` calls them already.
+    """
+    core = next(cls for cls in classes if "step" in vars(cls))
+    if not hasattr(core.step, "hooked"):
+        core.step = torch.optim.Optimizer.profile_hook_step(core.step)
+        core.step.hooked = True
+
+
 @contextlib.contextmanager
-def closure_returns(loss, optimizer, closure):
-    """Let `optimizer.step` get a closure that returns `loss`, if it takes one and the user has given `closure`.
+def closure_returns(loss, optimizer):
+    """Within this context, `optimizer.step` gets a closure that returns `loss`, if it takes one.
 
     A class may compute with the loss, as Polyak's step size does. One that calls its closure again would find the same
     gradients, so that is an error.
     """
-    if closure is None or "closure" not in inspect.signature(type(optimizer).step).parameters:
+    if "closure" not in inspect.signature(type(optimizer).step).parameters:
         yield
         return
     step = optimizer.step
+    step_of_instance = vars(optimizer).get("step")  # somebody may have wrapped the method
 
     def step_with_loss():
         losses = [loss]
@@ -90,15 +103,7 @@ def closure_returns(loss, optimizer, closure):
 
         return step(loss_once)
 
-    with replaced_step(optimizer, step_with_loss):
-        yield
-
-
-@contextlib.contextmanager
-def replaced_step(optimizer, step):
-    """Within this context, `step` is the method of that name of this optimizer."""
-    step_of_instance = vars(optimizer).get("step")  # somebody may have wrapped the method
-    optimizer.step = step
+    optimizer.step = step_with_loss
     try:
         yield
     finally:
@@ -110,7 +115,7 @@ def replaced_step(optimizer, step):
 @contextlib.contextmanager
 def without_global_hooks():
     """Let hooks of register_optimizer_step_post_hook() run for our own step only, not for the inner optimizer's."""
-    copies = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    copies = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
     for hooks, _ in copies:
         hooks.clear()
     try:

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from .groups import hyperparameters
+from .groups import InnerTensors, hyperparameters
 from .hooks import without_global_hooks
-from .inner import InnerTensors
 from .schema import reason_of
 
 # (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
@@ -155,10 +154,10 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
     shares = places if are_views else [[place.clone().requires_grad_() for place in share] for share in places]
     optimizers = [make_optimizer([{**copy.deepcopy(options), "params": list(share)}]) for share in shares]
     params, places, grad_views = (list(itertools.chain(*each)) for each in (shares, places, grad_views))
-    tensors, generator, moved = InnerTensors(), torch.Generator().manual_seed(0), []
+    generator, moved = torch.Generator().manual_seed(0), []
     for param, view in zip(params, grad_views):
         param.grad = view
-        tensors.add(param, view)
+    tensors = InnerTensors(params)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_global_hooks():
         for n_steps, is_steady, magnitude in phases:
             before = values.clone()
@@ -172,7 +171,7 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
                 for optimizer in optimizers:
                     optimizer.step()
                 if are_views:
-                    tensors.keep(params, grad_views)
+                    tensors.take_back()
             for place, param in zip(places, params):
                 place.copy_(param)  # the memory may be another one
             moved.append(values - before)

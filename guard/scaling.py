@@ -18,18 +18,24 @@ from .hooks import owners_of, untraced
 from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
-# torch.no_grad wraps each function; the wrapper keeps the function itself in a closure cell, replaced below.
-CELLS = [cell for function in (*CLIPS, torch.nn.utils.get_total_norm) for cell in function.__closure__ or ()]
-if len(CELLS) != len(CLIPS) + 1:
+# Programs import these functions by name. So the functions stay, and what they call is replaced: torch.no_grad has
+# wrapped each of them, and the wrapper keeps the function itself in a closure cell.
+CELLS = [cell for function in CLIPS for cell in function.__closure__ or ()]
+if len(CELLS) != len(CLIPS):
     raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
-ALIVE: dict[int, weakref.ref] = {}  # id of each optimizer that is alive -> a reference to it
+ALIVE: set[int] = set()  # ids of the optimizers that are alive
 
 
 def total_norm(optimizer, norm_type):
-    """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective."""
+    """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective.
+
+    The norm of a whole is the norm of the norms of its parts. The parts are on the ranks of the process group; those of
+    a DTensor also on the ranks of the groups in its mesh.
+    """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
-    norms, state = [], optimizer.state
+    norms = []
+    state = optimizer.state
     for groups, main_params in state.main_params_by_mesh_groups.items():
         # torch's norm of an empty list would be on the CPU.
         grads = [main.grad for main in main_params if main.grad is not None] or [torch.zeros(1, device=state.device)]
@@ -39,7 +45,7 @@ def total_norm(optimizer, norm_type):
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     for group in dict.fromkeys(group for groups in state.main_params_by_mesh_groups for group in groups):
-        norm = gather(norm, group).max()  # ranks sum in orders of their own, and must clip by the same bits
+        norm = gather(norm, group).max()  # sums may be rounded differently by rank, and all ranks must clip alike
     return norm
 
 
@@ -68,9 +74,9 @@ def clip_grads(params, max_norm, norm, error_if_nonfinite):
 def refuse_unseen(clip_name, params):
     """Raise RuntimeError if that function of torch.nn.utils wouldn't find averaged gradients in `param.grad`.
 
-    A rank may clip its own gradients by value on purpose, so that is a warning, which Python shows once. The owner of
-    our hook says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing". There may be two
-    owners, an older and a newer optimizer.
+    A rank may clip its own gradients by value on purpose, so clip_grad_value_() is a warning. Each owner of a hook of
+    ours says what `param.grad` holds: "averages"; "own", the gradient of this rank; or "nothing". A parameter has two
+    owners if a newer optimizer has been built on it.
     """
     for param in params:
         owners = owners_of(param)
@@ -80,9 +86,10 @@ def refuse_unseen(clip_name, params):
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
         finds_own = param.grad is not None and holds & {"own", "nothing"} and "averages" not in holds
         if finds_own and clip_name == "clip_grad_value_":
-            # The fourth caller is the user's code.
-            return warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: "
-                                 "call finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
+            # One warning is enough for all parameters. The fourth caller is the user's code.
+            warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
+                          "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
+            return
         if finds_none or finds_own:
             what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
             raise RuntimeError(f"torch.nn.utils.{clip_name}() finds {what} in param.grad: call "
@@ -100,24 +107,6 @@ def refusing(clip):
     return clip_or_refuse
 
 
-def warning(get_total_norm):
-    """Return torch's function, preceded by a warning if it is given nothing because gradients have left `param.grad`.
-
-    Python shows the warning once.
-    """
-    @functools.wraps(get_total_norm)
-    def norm_or_warn(tensors, *args, **kwargs):
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        optimizers = [optimizer() for optimizer in ALIVE.values()] if not tensors else []
-        if any(optimizer.has_grads and optimizer._grads_elsewhere for optimizer in optimizers if optimizer is not None):
-            # The third caller is the user's code.
-            warnings.warn("torch.nn.utils.get_total_norm() finds no gradient in param.grad: call "
-                          "clip_grad_norm_(max_norm) of the DistributedOptimizer", stacklevel=3)
-        return get_total_norm(tensors, *args, **kwargs)
-
-    return norm_or_warn
-
-
 def watch_torch(optimizer):
     """Let torch's clipping functions check what they are given, and model.zero_grad() drop what has left `param.grad`.
 
@@ -125,15 +114,15 @@ def watch_torch(optimizer):
     because programs import them by name, often before they build an optimizer.
     """
     if not ALIVE:
-        for cell, wrap in zip(CELLS, [*[refusing] * len(CLIPS), warning]):
-            cell.cell_contents = wrap(cell.cell_contents)
+        for cell in CELLS:
+            cell.cell_contents = refusing(cell.cell_contents)
         torch.nn.Module.zero_grad = zero_grad
-    ALIVE[id(optimizer)] = weakref.ref(optimizer)
-    weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
+    ALIVE.add(id(optimizer))
+    weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False  # as Python ends nobody clips
 
 
 def unwatch(optimizer_id):
-    del ALIVE[optimizer_id]
+    ALIVE.remove(optimizer_id)
     if not ALIVE:
         for cell in CELLS:
             cell.cell_contents = cell.cell_contents.__wrapped__

@@ -1,9 +1,8 @@
 """Decides whether a step happens: in one place, over all ranks that train the model.
 
-Situation: fp16, with an inf in one expert, which other ranks don't have; or a nan that variants/finite.py finds in one
-optimizer of several. Then all ranks leave the step out, or raise the same error, in all optimizers of a `Chained`. A
-step that is left out calls no hooks, as in torch, and keeps the lr that a scheduler has set. Shown by
-tests/variants/test_skipping.py.
+Situation: fp16, with an inf in one expert, which other ranks don't have. Then all ranks leave the step out, in all
+optimizers of a `Chained`. A step that is left out calls no hooks, as in torch, and keeps the lr that a scheduler has
+set. Shown by tests/variants/test_skipping.py.
 """
 
 import torch
@@ -11,18 +10,6 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from .groups import all_params
-from .refuse import agree
-
-
-def is_left_out(optimizer, grad_scaler):
-    """Return whether all ranks leave out this step, after the gradients were averaged. Collective.
-
-    Args:
-        optimizer: an optimizer, or a `Chained`.
-        grad_scaler: the torch.amp.GradScaler that calls `step`, or None.
-    """
-    has_inf = grad_scaler is not None and found_inf(optimizer, grad_scaler)
-    return has_inf or bool(optimizer._bad_grads)
 
 
 def found_inf(optimizer, grad_scaler):
@@ -63,26 +50,3 @@ def is_a_part(optimizer):
         return True
     over, n_ranks = optimizer.average_over, dist.get_world_size(optimizer._agreement_group)
     return isinstance(over, dist.ProcessGroup) and over.size() > n_ranks
-
-
-def agree_on_bad_grads(chain):
-    """Return whether any optimizer of `chain` found a nan or inf, on any rank. Collective.
-
-    Raises:
-        RuntimeError: on every rank, with the gradients dropped, if one that found it doesn't skip steps.
-    """
-    device = all_params(chain)[0].device
-    bad = [part for part in chain.optimizers if part._bad_grads]
-    errors = [RuntimeError(part._bad_grads) for part in bad if not part.skip]
-    try:
-        agree(errors[0] if errors else None, {}, chain._agreement_group, device)
-    except RuntimeError:
-        chain.zero_grad()
-        raise
-    return is_true_anywhere(bool(bad), chain._agreement_group, device)
-
-
-def is_true_anywhere(flag, process_group, device):
-    flag = torch.tensor(int(flag), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=process_group)
-    return flag.item() > 0

@@ -349,4 +349,3 @@ def install(optimizer, prepared):
                 group[key].copy_(value)
             else:
                 group[key] = value
-    optimizer.pass_on_hyperparameters()

@@ -1,7 +1,7 @@
-"""Lets users read and reset the state by parameter, as ReLoRA and pruning do.
+"""`optimizer.state`: users read and reset the state of a parameter of the model, as ReLoRA and pruning do.
 
-A rank has state only for what it updates: whole parameters, or in stages 3 and 4 flat pieces of them. Shown by
-tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
+The inner optimizer has states of what this rank updates: whole parameters, or in stages 3 and 4 flat pieces of them.
+Shown by tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
 """
 
 import functools
@@ -17,27 +17,29 @@ MISSING = torch.empty(0)  # in place of an entry that this rank hasn't: torch's 
 
 
 class ByParameter(MutableMapping):
-    """Maps parameters of the model to the inner optimizer's state, though `inner` may update only pieces of them.
+    """Maps parameters of the model to the states that the inner optimizer keeps for them, or for pieces of them.
 
-    Where this rank has no state, because another rank updates the parameter or no step has been taken, there are the
-    names of the entries with empty values. For a parameter that only other ranks update, writes are ignored, so that
-    all ranks can run the same code.
+    This rank may have no state of a parameter, because another rank updates it or no step has been taken. Then a state
+    has the names of its entries with empty values. Where only other ranks update a parameter, what a program writes is
+    ignored, so that all ranks can run the same code.
 
     Attributes:
         main_param: parameter of the model -> the tensor in `inner` that this rank updates for it.
         param_of: that tensor -> the parameter of the model.
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
         foreign_params: parameters of the model of which this rank updates nothing.
-        main_params_by_mesh_groups: what `mesh_groups_of` returns for a parameter -> main parameters of such parameters.
-            Every rank has the same keys in the same order, because a norm communicates for each.
+        main_params_by_mesh_groups: the process groups over which DTensors are spread, a tuple -> main parameters of
+            these DTensors; () -> main parameters of all other parameters. `total_norm` communicates for each key, so
+            every rank has the same keys in the same order.
         norm_dtype, device: of the norm of all gradients.
         accessed_params: parameters whose state was accessed since the last step.
         names_of: weak reference to a function parameter -> the names of the entries that its state has after a step.
     """
 
     def __init__(self, inner, params, pieces, names_of):
-        self.inner, pieces = inner, list(pieces)
+        self.inner = inner
         self.names_of = names_of
+        pieces = list(pieces)
         self.main_param = {param: main for param, _, _, main in pieces}
         self.range_of = {param: (start, stop) for param, start, stop, _ in pieces}
         self.param_of = {main: param for param, main in self.main_param.items()}
@@ -49,27 +51,27 @@ class ByParameter(MutableMapping):
         self.device = params[0].device
         self.accessed_params = set()
 
-    def _key(self, param):
+    def _accessed_key(self, param):
         """Return the key of `param` in `inner.state`, which is about to be accessed."""
         self.accessed_params.add(param)
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
-        state = {} if param in self.foreign_params else self.inner.state[self._key(param)]
+        state = {} if param in self.foreign_params else self.inner.state[self._accessed_key(param)]
         names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
         missing = [name for name in names if not state or name == MAIN_PARAM]
         return StateOfParameter(state, missing) if missing else state
 
     def __setitem__(self, param, state):
         if param not in self.foreign_params:
-            self.inner.state[self._key(param)] = without_missing(state)
+            self.inner.state[self._accessed_key(param)] = without_missing(state)
 
     def __delitem__(self, param):
         if param not in self.foreign_params:
-            del self.inner.state[self._key(param)]
+            del self.inner.state[self._accessed_key(param)]
 
     def __contains__(self, param):
-        return self._key(param) in self.inner.state
+        return self._accessed_key(param) in self.inner.state
 
     def __bool__(self):
         """Return True: where torch finds a state that is empty, it calls our `step`, maybe on this rank alone."""
@@ -89,7 +91,7 @@ class ByParameter(MutableMapping):
     def pop(self, param, *default):
         if param in self.foreign_params:
             return default[0] if default else {}
-        return self.inner.state.pop(self._key(param), *default)
+        return self.inner.state.pop(self._accessed_key(param), *default)
 
     def setdefault(self, param, default=None):
         if param not in self:
@@ -97,24 +99,26 @@ class ByParameter(MutableMapping):
         return self[param]
 
     def replace(self, state):
-        self.inner.state = defaultdict(dict, {self._key(key): without_missing(value) for key, value in state.items()})
+        """Do what `optimizer.state = state` asks for."""
+        own = {self._accessed_key(key): without_missing(value) for key, value in state.items()}
+        self.inner.state = defaultdict(dict, own)
 
     def cut_whole_tensors(self):
         """Cut this rank's piece out of states that a user has set to tensors of the parameter's own shape.
 
-        ReLoRA, for example, resets a state to zeros_like(param). Such a tensor in the dtype of the parameter is
-        converted to that of the main parameter. Ranks that update nothing of the parameter have nothing to do, and no
-        rank has to refuse.
+        ReLoRA, for example, resets a state to zeros_like(param). A tensor in the dtype of the parameter is converted to
+        the dtype of the main parameter. A rank that updates nothing of the parameter does nothing.
         """
-        for param in self.accessed_params & self.main_param.keys():  # a key that was accessed may be a name
-            main, (start, stop) = self.main_param[param], self.range_of[param]
+        for param in self.accessed_params & self.main_param.keys():  # programs also keep states under strings
+            main = self.main_param[param]
+            start, stop = self.range_of[param]
             local_param = getattr(param, "_local_tensor", param)  # of a DTensor
             state = self.inner.state.get(main, {})
             for key, value in state.items():
                 value = getattr(value, "_local_tensor", value)
                 if not isinstance(value, torch.Tensor) or value.shape != local_param.shape or key == "step":
                     continue  # "step", torch's name for a count of steps, may have the shape of a scalar parameter
-                is_in_model_dtype = value.dtype == param.dtype != main.dtype
+                is_in_model_dtype = value.dtype == param.dtype and param.dtype != main.dtype
                 if value.shape != main.shape or is_in_model_dtype:
                     dtype = main.dtype if is_in_model_dtype else value.dtype
                     state[key] = value.reshape(-1)[start:stop].to(main.device, dtype, copy=True).view_as(main)
@@ -150,7 +154,7 @@ class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
 
 
 def update_main_param(main_param, param):
-    """Copy the values of `param` into `main_param`, except where these round to them: there the fp32 values stay.
+    """Copy `param` into `main_param`, where the two differ: a value in fp32 stays if it rounds to the one in `param`.
 
     Both are the same tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
     """

@@ -7,7 +7,6 @@ tests/stages/test_wrappers.py, `test_the_table_of_ddp_around_the_model_says_what
 tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from .probe import check_one_by_one
 
 
 class OfWholeParams(Guarded):
-    average: Callable[..., Any]  # the core's method
     _probe = staticmethod(check_one_by_one)
     has_grads = _grads_elsewhere = False
     _takes_channels_last = True
@@ -64,19 +62,21 @@ class OfWholeParams(Guarded):
     def _param_grad_holds(self):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
 
-    def _average_grads(self, arguments):
-        """Average in place. A gradient that is missing on all ranks stays None."""
+    def _before_average(self, arguments):
+        return self.average_gradients and not self._grads_synced
+
+    def average(self, present_grads):
+        """Average in place, as the core does. A gradient that is missing on all ranks stays None."""
         if self._grads_synced or not self.average_gradients:
-            return False
+            return
         params = all_params(self)  # also frozen ones, which may be frozen on this rank only
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
-        self.average([*grads, used])  # one flag per parameter is sent behind the gradients
+        super().average([*grads, used])  # one flag per parameter is sent behind the gradients
         for param, grad, is_used in zip(params, grads, used.tolist()):
             if is_used:
                 param.grad = grad
         self._grads_synced = True
-        return True
 
     def _total_norm(self, norm_type):
         """Return the norm without communication, because each rank has all averaged gradients."""

@@ -3,16 +3,14 @@
     make show STAGE=3                the core of a stage; 0: replicated training; mine: a package of yours
     make show HTML=1                 docs/watch.html and the figures of the chapters, anew
 
-The ranks are processes, and the core is the stage's own, recorded from outside. Files are written only with --json or
+The ranks are processes, and the core is the stage's own, recorded from outside. Files are written only with
 --pages. Exit code: 0; 1 when a rank fails; 2 when there is nothing to show.
 """
 
 import contextlib
 import functools
 import importlib.util
-import json
 import sys
-from pathlib import Path
 
 from harness.ranks import command_line
 
@@ -45,11 +43,9 @@ def parse_args():
     add("stage", nargs="?", default="4", help=f"{min(STAGES)} to {max(STAGES)}, or a package (default 4)")
     add("--ranks", type=number(int, 1, 8), default=4, help="processes (default 4)")
     add("--params", default="5,2,9", help="elements of each parameter (default 5,2,9)")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
     add("--optimizer", choices=list(record.OPTIMIZERS), default="adamw", help="default: AdamW, as on the page")
-    add("--buckets", type=number(int, 1, MAX_ELEMENTS), default=3, help="of stage 4, by the nearest cap (default 3)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--steps", type=number(int, 1, 4), default=1, help="default 1")
-    add("--json", type=Path, help="write the recording")
     add("--pages", action="store_true", help="write docs/watch.html and the figures, whatever else is said")
     args = parser.parse_args()
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in args.params.split(",")]
@@ -57,8 +53,6 @@ def parse_args():
         fail(f"--params {args.params}: it must be like 5,2,9, each at least 1, and at most {MAX_ELEMENTS} in all")
     args.package = package_of(args.stage)
     args.params = tuple(sizes)
-    if args.json:
-        command_line.check_writable("--json", args.json, fail)
     return args
 
 
@@ -66,13 +60,10 @@ def main():
     args = parse_args()
     if args.pages:
         return write_pages()
-    program = record.Program(
-        args.package, args.ranks, args.params, args.dtype, args.optimizer, args.buckets, args.steps)
+    program = record.Program(args.package, args.ranks, args.params, args.optimizer, args.dtype, steps=args.steps)
     title = STAGES[args.stage].title if args.stage in STAGES else f"{args.package}."
     with Workers(args.ranks, timeout_s=300) as workers:
         recorded = frames.recording(workers.run(record.record_rank, program), program, title)
-    if args.json:
-        args.json.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", encoding="utf-8")
     terminal.play(recorded)
 
 

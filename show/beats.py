@@ -1,196 +1,41 @@
-"""What the page says: eight to twelve beats a stage, five of the idea, three a bug; and the formulas of its counters.
-
-A beat stands where rank 0 has done a line: `code` is a part of it, `visit` counts how often rank 0 has come to it.
-Numbers in braces are facts of the recording. What stands in brackets is the caption of that beat in a scene.
-"""
+"""Reads the sentences of the page, show/beats.txt, and finds the moment of each; has the formulas of the counters."""
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 
 class Beat(NamedTuple):
+    """See show/beats.txt."""
     says: str
     code: str
     visit: int = 0
-    also: tuple = ()  # other lines of that function that do it
-    look: str = ""  # the row to look at
-    right: tuple = ()  # (code, visit) in the recording beside it, where that isn't the same line
+    also: str = ""
+    look: str = ""
+    right: str = ""
+    right_visit: int = 0
 
 
 NUMBERS = "none one two three four five six seven eight".split()
-START, BACKWARD = "for batch in batches:", "loss.backward()"
-FLAT = ("flat = flatten(",)
-LEAVES, LANDS = "return [dist.reduce_scatter_tensor", "torch._foreach_copy_(targets"
-ARRIVED = "self.last_param_sync, self.param_sync ="
-OWNED = (  # stages 1 and 2, until parameters are sent
-    Beat("[Each of the {tensors} tensors has one owner: its colour.] Only the owner will update it. All ranks hold "
-         "all parameters.", START, look="parameters"),
-    Beat("[The backward pass leaves all {numel} gradients on every rank.]", BACKWARD, -1, look="gradients"),
-    Beat("As in replicated training: copied into one flat tensor, and divided by the number of ranks.",
-         "flat /= self.world_size", also=FLAT, look="average: flat"),
-    Beat("[An all-reduce gives every rank the average of every gradient.]", "dist.all_reduce(flat",
-         look="average: flat"),
-    Beat("A rank will read only the averages of what it owns. The others are garbage (grey) at once: they were "
-         "sent for nothing.", "self.average(", -1, look="gradients"),
-    Beat("[Each rank updates what it owns], and keeps moments of {least} to {most} elements instead of {numel}.",
-         "self.optimizer.step()", look="exp_avg"),
-)
-BEATS = {
-    # Stage 3, with replicated training beside it.
-    "idea": (
-        Beat("Right, DDP: an all-reduce has given every rank all {numel} averages (solid). Left, stage 3: nothing is "
-             "sent yet, and each rank holds its own gradients (striped).", "self.flat /= self.world_size",
-             look="GradBuffer.flat", right=("dist.all_reduce(flat", 0)),
-        Beat("Left: half of an all-reduce. Rank r receives line r of all other ranks, and adds it up. A rank has sent "
-             "{half} B, with DDP {both} B.", "dist.reduce_scatter_tensor(", look="GradBuffer.flat",
-             right=("torch._foreach_copy_(grads", 0)),
-        Beat("Each rank updates the {shard} elements whose averages it has, and so needs only their moments. With DDP "
-             "every rank updates all {numel}, and keeps all moments.", "self.optimizer.step()", look="exp_avg"),
-        Beat("Left: the other half. The all-gather carries updated parameters, where DDP's all-reduce carried "
-             "averages. Now every rank has all {numel} new parameters.", "dist.all_gather_into_tensor(",
-             look="GradBuffer.flat", right=("self.sync_params()", 0)),
-        Beat("The same parameters, and the same {both} B sent. But of 16 bytes per parameter DDP holds 8 in moments, "
-             "on every rank; stage 3 holds 8/d.", "return hidden", -1, look="exp_avg_sq"),
-    ),
-    "0": (
-        Beat("Four ranks hold the same {numel} parameters, in {tensors} tensors. Each is about to train on a batch of "
-             "its own.", START, look="parameters"),
-        Beat("The backward pass leaves {numel} gradients on every rank: each rank's own.", BACKWARD, -1,
-             look="gradients"),
-        Beat("Each rank copies its gradients into one flat tensor, and divides them by the number of ranks: the sum "
-             "over the ranks will be the average.", "flat /= self.world_size", also=FLAT, look="sync_grads: flat"),
-        Beat("The all-reduce adds up the gradients of all ranks, and gives every rank all {numel} sums. Each rank "
-             "sends 3/4 of {whole} B twice: {both} B.", "dist.all_reduce(flat", look="sync_grads: flat"),
-        Beat("The averages take the place of the gradients.", "torch._foreach_copy_(grads", look="gradients"),
-        Beat("The flat tensor is released. Every rank holds the same {numel} averages.", "self.sync_grads()", -1),
-        Beat("Every rank updates all {numel} parameters, and keeps two moments of each: the same work, four times.",
-             "self.optimizer.step()", look="exp_avg"),
-        Beat("Nothing is sent back, because all ranks have computed the same. 8 of 16 bytes per parameter are moments. "
-             "The stages save three of their four copies.", "self.sync_params()", look="exp_avg_sq"),
-        Beat("The gradients are released, and the next forward pass reads the new parameters.", "return hidden", -1),
-    ),
-    "1": (
-        *OWNED,
-        Beat("[Rank 0's turn: it packs its {own} updated elements, and broadcasts them.]", "dist.broadcast(flat",
-             also=FLAT, look="sync_params: flat"),
-        Beat("The other ranks copy these elements to their models. Pale parameters are still old.", LANDS, 1,
-             look="parameters"),
-        Beat("[Rank 1's turn: while it sends, the other ranks only receive.]", LANDS, 2, look="parameters"),
-        Beat("Ranks 2 and 3 have had their turns: every rank has all new parameters.", LANDS, -1, look="parameters"),
-        Beat("The gradients are released. Each rank keeps [a quarter of the moments, for 1.5 times DDP's bytes.]",
-             "return hidden", -1),
-    ),
-    "2": (
-        *OWNED,
-        Beat("The ranks own {least} to {most} elements, but an all-gather takes equal parts. So [each rank pads its "
-             "shard to {most}], and makes room for all four.", "gathered = padded.new_empty",
-             also=("padded = self.shards",), look="sync_params: padded"),
-        Beat("[One all-gather replaces four broadcasts: all ranks send at once.]", "dist.all_gather_into_tensor(",
-             look="sync_params: gathered"),
-        Beat("[Each rank cuts off the padding, and copies everything to its model.]", "self.sync_params()", -1,
-             look="parameters"),
-        Beat("The gradients are released. Stage 2 sends the bytes of stage 1 and some padding, in fewer turns.",
-             "return hidden", -1),
-    ),
-    "3": (
-        Beat("State 1 of 5, ZEROS: [each rank's buffer holds zeros. Rank r owns line r], even where a parameter "
-             "crosses lines. Black ticks stand between parameters.", START, look="GradBuffer.flat"),
-        Beat("State 2, GRADS: every gradient is a view of the buffer, so after the backward pass [each rank's buffer "
-             "holds its own {numel} gradients.]", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
-        Beat("[Each rank divides its gradients by the number of ranks, in place.]", "self.flat /= self.world_size",
-             look="GradBuffer.flat"),
-        Beat("State 3, GRAD_SHARD: half of an all-reduce. [Reduce-scatter: rank r receives all others' line r and adds "
-             "it up.] Its other lines are garbage. Each rank sends 3 lines: {half} B.", "dist.reduce_scatter_tensor(",
-             look="GradBuffer.flat"),
-        Beat("[Each rank updates the {shard} elements that it owns], from its averages, which are used up then. AdamW "
-             "creates two moments of each: {moments} B.", "self.optimizer.step()", look="exp_avg"),
-        Beat("State 4, PARAM_SHARD: [each rank writes its updated parameters where its averages were.] The rest is "
-             "still garbage.", "self.holds = Holds.PARAM_SHARD", look="GradBuffer.flat"),
-        Beat("State 5, PARAMS. [All-gather, the other half: each rank sends its line to all others.] That is {half} B "
-             "more, and together DDP's all-reduce: {both} B.", "dist.all_gather_into_tensor(", look="GradBuffer.flat"),
-        Beat("[The new parameters are copied to the model.] What is left in the buffer is garbage.", LANDS, -1,
-             look="parameters"),
-        Beat("State 1 again: the buffer is zeroed, because the next backward pass adds to it.", "self.flat.zero_()",
-             look="GradBuffer.flat"),
-        Beat("A rank has sent as many bytes as with DDP, and holds a quarter of the moments.", "return hidden", -1),
-    ),
-    "4": (
-        Beat("The parameters lie in one buffer, in {buckets} buckets side by side. Line r of each belongs to rank r.",
-             START, look="ParameterBuffer.flat"),
-        Beat("The backward pass has done the last layer: its gradients are complete. So bucket 1 is full, and can be "
-             "sent.", "self.bucket_of[param].ready.add(param)", look="gradients"),
-        Beat("They are copied into a bucket buffer, and released. The four shards of the bucket lie there one after "
-             "another: follow the colours.", "param.grad = None", also=("torch._foreach_copy_(slots",),
-             look="BucketBuffer.sent"),
-        Beat("[Bucket 1's reduce-scatter starts, and nobody waits for it]: the backward pass goes on.", LEAVES,
-             look="BucketBuffer.sent"),
-        Beat("[Bucket 2 takes the second buffer: two reduce-scatters are in flight.]", LEAVES, 1,
-             look="BucketBuffer.sent"),
-        Beat("[Bucket 3 must wait: buckets 1 and 2 are still in flight.] So the backward pass waits, until bucket 1 "
-             "has arrived and its buffer is free.", "self.receive_oldest()", also=("if not self.idle:",),
-             look="BucketBuffer.sent"),
-        Beat("[Bucket 1 arrives: each rank keeps its quarter of the averages], and bucket 3 leaves from the same "
-             "buffer.", LEAVES, 2, look="PartitionedGradient.shard"),
-        Beat("[The {others} other buckets follow, two at a time], and step waits for the last. Each rank holds the "
-             "averages of its own shards alone.", "self.step_own()", look="PartitionedGradient.shard"),
-        Beat("[Each rank updates its shard of every bucket], in place, in the parameter buffer.",
-             "self.optimizer.step()", look="ParameterBuffer.flat"),
-        Beat("The {buckets} all-gathers start, in the order in which the next forward pass reads, and step returns.",
-             "if not self.prefetching:", also=("bucket.start_param_sync()",), look="ParameterBuffer.flat"),
-        Beat("[The first layer waits for its own bucket, and for no other.] Dashed parameters are old until theirs "
-             "arrives.", ARRIVED, also=("work.wait()",), look="ParameterBuffer.flat"),
-        Beat("[Layer by layer the other buckets arrive.] Both halves of the all-reduce were in flight while the model "
-             "computed, and no rank held all averages.", "return hidden", -1, look="ParameterBuffer.flat"),
-    ),
-    "1-copy": (
-        Beat("Here the runs part: rank 0's new parameters have arrived on every rank, but nobody copies them to the "
-             "model.", "dist.broadcast(flat", look="parameters", right=(LANDS, 1)),
-        Beat("From then on each rank has only its own parameters new, and all others old: four different models.",
-             "dist.broadcast(flat", -1, look="parameters", right=(LANDS, -1)),
-        Beat("What a user sees: no error, and a loss that falls almost as before. Only comparing the ranks tells.",
-             "return hidden", -1, look="parameters"),
-    ),
-    "2-order": (
-        Beat("Here the runs part: each rank packs what it owns in the model's order, not in the order of its shard.",
-             "gathered = padded.new_empty", look="sync_params: padded"),
-        Beat("From then on pieces of one tensor lie in another, on all ranks alike, because the shards were cut in "
-             "their own order.", "self.sync_params()", -1, look="parameters"),
-        Beat("What a user sees: no error, replicas that agree, and a loss that hardly falls, or jumps.",
-             "return hidden", -1, look="parameters"),
-    ),
-    "3-none": (
-        Beat("Here the runs part: torch's zero_grad sets param.grad to None, and the buffer still holds parameters.",
-             "self.zero_grad()", look="GradBuffer.flat", right=("self.flat.zero_()", 0)),
-        Beat("From then on gradients miss the buffer: autograd creates new tensors for them.", BACKWARD, -1,
-             look="gradients"),
-        Beat("What a user sees: no error. Each step takes parameters for gradients, so the loss doesn't fall.",
-             "self.optimizer.step()", -1, look="exp_avg"),
-    ),
-    "3-zero": (
-        Beat("Here the runs part: the second step begins, and the buffer still holds parameters.",
-             "loss = model(batch)", 1, look="GradBuffer.flat", right=("self.flat.zero_()", 0)),
-        Beat("From then on gradients are added to parameters.", "self.holds = Holds.GRADS", -1, look="GradBuffer.flat"),
-        Beat("What a user sees: nothing while the loop calls zero_grad itself; without that call, steps that are too "
-             "large.", "self.optimizer.step()", -1, look="exp_avg"),
-    ),
-    "4-queue": (
-        Beat("Here the runs part: rank 1 has computed its layers in another order, and sends another bucket than the "
-             "other ranks.", LEAVES, look="BucketBuffer.sent"),
-        Beat("From then on sums mix different layers. Both buckets have the same length, so nothing complains.",
-             "self.step_own()", look="PartitionedGradient.shard"),
-        Beat("What a user sees: where layers have equal lengths, wrong steps without an error; elsewhere a hang.",
-             "self.optimizer.step()", look="ParameterBuffer.flat"),
-    ),
-    "4-wait": (
-        Beat("Here the runs part: the second layer waits for the first layer's bucket, and computes with old "
-             "parameters.", "return Weigh.apply(hidden", -1, look="ParameterBuffer.flat", right=(ARRIVED, 1)),
-        Beat("From then on every layer but the first reads parameters that are one step old.", "return hidden", -1,
-             look="ParameterBuffer.flat"),
-        Beat("What a user sees: a loss that is a little worse, in some runs: on a real link it is a race.",
-             "return hidden", -1, look="ParameterBuffer.flat"),
-    ),
-}
+
+
+def read(text):
+    """Return {id of a program: its Beats}."""
+    beats = {}
+    for section in text.split("\n## ")[1:]:
+        ids, _, paragraphs = section.partition("\n")
+        for paragraph in paragraphs.strip().split("\n\n"):
+            says, *lines = paragraph.split("\n- ")
+            fields = dict(line.split(": ", 1) for line in lines)
+            for name in {"visit", "right_visit"} & fields.keys():
+                fields[name] = int(fields[name])
+            for id in ids.split(", "):
+                beats.setdefault(id, []).append(Beat(says.replace("\n", " "), **fields))
+    return beats
+
+
+BEATS = read(Path(__file__).with_name("beats.txt").read_text(encoding="utf-8"))
 
 
 def facts(recording):
@@ -203,6 +48,7 @@ def facts(recording):
     half = 4 * numel * (d - 1) // d
     return {"numel": numel, "tensors": NUMBERS[len(params)], "whole": 4 * numel, "half": half, "both": 2 * half,
             "shard": NUMBERS[numel // d] if numel // d <= 8 else numel // d, "moments": 8 * numel // d,
+            "sent": int(recording["sent_bytes"]),
             "least": owned[0], "most": owned[-1], "own": recording["owners"].count(0),
             "buckets": NUMBERS[n_buckets], "others": NUMBERS[max(0, n_buckets - 1)]}
 
@@ -221,20 +67,27 @@ def formulas(id, recording):
         "3": ((twice, 8 * numel), sharded),
         "4": ((twice, 8 * numel),
               ("(4 + 12/d)Ψ + two buckets", (4 + 12 / d) * numel + 2 * 4 * rows.get("BucketBuffer.sent", 0))),
-    }[id.replace("idea", "3")]
+    }[re.sub("idea.*", "3", id)]
     return {"sent": sent[0], "sent_bytes": sent[1] * (d - 1) // d, "held": held[0], "held_bytes": int(held[1]),
             "ddp_sent": 8 * numel * (d - 1) // d, "ddp_held": 16 * numel}
 
 
 def visits(recording, code):
-    """-> (frame, function, line) of each time that rank 0 comes to a line with `code`, when it is done."""
-    places, before = [], None
+    """Return (frame, function, line) of each time that rank 0 has executed a line with `code`."""
+    first_halves = {max(arrow[4] for arrow in operation["arrows"]) for operation in recording["operations"]
+                    if operation["kind"] == "reduce-scatter" and operation["whole"] == "all-reduce"}
+    places = []
+    before = None
     for index, frame in enumerate(recording["frames"]):
         stack = dict(frame["at"]).get(0)
-        for function, line in [] if stack is None else recording["stacks"][stack][-1:]:
-            if code in lines_of(recording, function)[line - 1]:
-                places[len(places) - (before == (function, line)) :] = [(index, function, line)]
-            before = function, line
+        if stack is None:  # rank 0 waits
+            continue
+        here = function, line = tuple(recording["stacks"][stack][-1])
+        if code in lines_of(recording, function)[line - 1]:
+            if here == before and places[-1][0] not in first_halves:
+                places.pop()
+            places.append((index, function, line))
+        before = here
     return places
 
 
@@ -248,7 +101,7 @@ def resolved(id, recording, right=None):
 
     `right` is the recording that is shown beside it, and in a beat the frame of that.
     """
-    return [resolved_beat(beat, recording, right) for beat in BEATS.get(id, ())]
+    return [resolved_beat(beat, recording, right) for beat in BEATS.get(re.sub("idea.*", "idea", id), ())]
 
 
 def resolved_beat(beat, recording, right):
@@ -258,9 +111,10 @@ def resolved_beat(beat, recording, right):
         frame, function, line = visits(recording, beat.code)[beat.visit]
         _, _, first, last, _ = recording["functions"][function]
         source = lines_of(recording, function)
-        also = [next(n for n in range(first, last + 1) if text in source[n - 1]) for text in beat.also]
-        code, visit = beat.right or (beat.code, beat.visit)
-        compared = {"right": visits(right, code)[visit][0]} if right else {}
+        also = [next(n for n in range(first, last + 1) if text in source[n - 1])
+                for text in filter(None, beat.also.split(" | "))]
+        beside = (beat.right, beat.right_visit) if beat.right else (beat.code, beat.visit)
+        compared = {"right": visits(right, beside[0])[beside[1]][0]} if right else {}
     except (IndexError, StopIteration) as error:
         raise ValueError(f"no such line in {recording['title']!r}: {beat}") from error
     return {"says": re.sub(r"[\[\]]", "", says), "caption": caption[:1].upper() + caption[1:], "frame": frame,
@@ -268,7 +122,7 @@ def resolved_beat(beat, recording, right):
 
 
 def edit_of(program, recording, right):
-    """-> the edit as a diff: file, its first line in the edited source, lines that have gone, how many have come."""
+    """Return the edit as a diff: file, its first line in the edited source, the lines removed, how many are added."""
     name, before, after = program.edit
     file = [title for title, _ in recording["files"]].index(name)
     original = right["files"][file][1]

@@ -10,9 +10,11 @@ functions    [name, file, first line, last line, docstring]
 owners       for each element the rank that steps it, or -1 where every rank does
 storages     {rank, row, part, numel, nbytes, shards}; of what is cut into d shards, bucket after bucket, `shards` are
              the lengths of one in each bucket
+sent_bytes   by each rank in a step, on average, as harness/ledger.py counts it
 cells        [value, kind, element, origin], which frames refer to: see show/labels.py; the value of NaN is null
 stacks       [[function, line], …], outermost first
-operations   {kind, what, params, arrows, moves}; an arrow is [from, to, bytes, first frame, that of arrival]
+operations   {kind, whole, what, params, arrows, moves}; an arrow is [from, to, bytes, first frame, that of arrival].
+             An all-reduce is two operations, its halves, whose `whole` is "all-reduce"
     moves    for each arrow the cells that fly: [storage, first cell, storage where they arrive, first cell, how many]
 frames       {phase, step, at, memory}: differences to the frame before
     at       [rank, stack], of ranks that have moved
@@ -35,7 +37,7 @@ def folded(events):
                                             or not inner.is_line and inner.stack[-1:] == place, events[index + 1 :])]
         is_again = result and event.is_line and seen.get(place) == n_starts
         if is_again and not any(inner.starts or inner.ends and len(inner.stack) > depth for inner in body):
-            result[-1].memory = body[-1].memory
+            result[-1].cells = body[-1].cells
             result[-1].ends += [key for inner in body for key in inner.ends]
             index += len(body)
             continue
@@ -72,7 +74,7 @@ def recording(records, program, title=""):
     sources = records[0]["sources"]
     functions = [function for file, source in enumerate(sources.values())
                  for function in functions_in(file, ast.parse(source))]
-    used = ((rank, uid) for rank, events in enumerate(ranks) for event in events for uid in event.memory)
+    used = ((rank, uid) for rank, events in enumerate(ranks) for event in events for uid in event.cells)
     storages = {key: number for number, key in enumerate(dict.fromkeys(used))}
     stacks, cells, frames = {}, {}, []  # stacks, cells: each -> its number
     before = [{} for _ in ranks]
@@ -82,21 +84,22 @@ def recording(records, program, title=""):
         for rank, event in events.items():
             stack = tuple((function_at(place, functions, list(sources)), place.line) for place in event.stack)
             frames[-1]["at"].append([rank, stacks.setdefault(stack, len(stacks))])
-            for uid in {**before[rank], **event.memory}:
-                values = event.memory.get(uid)
+            for uid in {**before[rank], **event.cells}:
+                values = event.cells.get(uid)
                 if values != before[rank].get(uid):
                     numbers = values and [cells.setdefault(cell, len(cells)) for cell in values]
                     frames[-1]["memory"].append([storages[rank, uid], numbers])
-            before[rank] = event.memory
+            before[rank] = event.cells
     steppers = [[rank for rank, record in enumerate(records) if element in record["owned"]]
                 for element in range(sum(program.params))]
     return {
-        "format": 3, "title": title, "ranks": program.ranks, "params": list(program.params),
+        "format": 4, "title": title, "ranks": program.ranks, "params": list(program.params),
         "files": [list(item) for item in sources.items()],
         "functions": functions,
         "owners": [ranks[0] if len(ranks) == 1 else -1 for ranks in steppers],
         "storages": [records[rank]["storages"][uid] for rank, uid in storages],
         "operations": operations(ranks, program.params, len(frames), storages),
+        "sent_bytes": sum(record["sent_bytes"] for record in records) / len(records),
         "cells": list(map(list, cells)),
         "stacks": [[list(place) for place in stack] for stack in stacks],
         "frames": frames,
@@ -125,7 +128,8 @@ def operations(ranks, params, n_frames, storages):
         what = next((operation.what for _, operation in reversed(calls) if operation.what), "")
         if arrows:
             arrows, moves = zip(*sorted(arrows))
-            rows.append({"kind": calls[0][1].kind, "what": what, "params": sent, "arrows": arrows, "moves": moves})
+            kind, whole = calls[0][1].kind, calls[0][1].whole
+            rows.append({"kind": kind, "whole": whole, "what": what, "params": sent, "arrows": arrows, "moves": moves})
     return rows
 
 

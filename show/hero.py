@@ -1,10 +1,13 @@
-"""The picture of README.md's first screen: DDP's all-reduce, and below it the two halves with the update between them.
+"""The picture of README.md's first screen: a step of DDP, of stage 3 and of stage 4, one after the other on one clock.
 
 It is a diagram and no recording: a row is a kind of memory, cut into the quarters of four ranks. Its bytes and values
-are those of AdamW in fp32, d = 4. To update everything takes four times as long as to update a quarter.
+are those of AdamW in fp32, d = 4. The clock starts with the backward pass and stops after the next forward pass. The
+same work takes the same time in each system: what a forward pass, a backward pass and half of an all-reduce take beside
+each other was measured at 300 Mbit/s, where README.md's table has its times.
 """
 
 from itertools import permutations, product
+from typing import NamedTuple
 
 from .picture import Cell, Picture, spans
 
@@ -13,72 +16,149 @@ LEFT = 78  # pixels
 RANK = 92  # width of a rank
 GAP = 12
 CELL = 23
-LINE = 15
-WIDTH = 492
-END_S = 15
-SENDS = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
-# Histories are (second, what there is from then on), …: of a row for the quarter that a rank averages, and for others.
-DDP = {
-    "words": ((0, "Each rank has its own gradients."), (2, "All-reduce, first half: each rank averages a quarter."),
-              (4, "Second half: it sends its averages to all others."), (6, "Each rank updates everything."),
-              (10.8, "Done: each rank holds all moments.")),
-    "runs": ((2, "all-reduce"), (6, "update of everything")), "done": 10.8,
-    "parameters": (((0, "old"), (10.8, "new")), ((0, "old"), (10.8, "new"))),
-    "gradients": (((0, "gradient"), (4, "average"), (10.8, "garbage")),
-                  ((0, "gradient"), (4, "garbage"), (6, "average"), (10.8, "garbage"))),
-    "moments": (((0, "old"), (10.8, "moment")), ((0, "old"), (10.8, "moment"))),
-    "flight": (1, "average", 4, 6),  # of the second half: line, kind, from, to
-    "memory": ((0, 16),), "sent": ((0, 0), (4, 0.75), (6, 1.5)),
-}
-SHARDED = {
-    "words": ((0, "Each rank has its own gradients."), (2, "Reduce-scatter: each rank averages a quarter."),
-              (4, "It updates this quarter, with its moments alone."),
-              (5.2, "All-gather: it sends new parameters to all others."),
-              (7.2, "Done: each rank holds 1/4 of the moments.")),
-    "runs": ((2, "reduce-scatter"), (4, "update"), (5.2, "all-gather")), "done": 7.2,
-    "parameters": (((0, "old"), (5.2, "new")), ((0, "old"), (7.2, "new"))),
-    "gradients": (((0, "gradient"), (4, "average"), (5.2, "garbage")), ((0, "gradient"), (4, "garbage"))),
-    "moments": (((0, "old"), (5.2, "moment")), ()),
-    "flight": (0, "new", 5.2, 7.2),
-    "memory": ((0, 10),), "sent": ((0, 0), (4, 0.75), (7.2, 1.5)),
-}
+LINE = 11
+WIDTH = 500
+UNIT = 22.5  # pixels of a unit of the clock
+HEIGHT = 118  # of a system
+SECONDS_A_UNIT = 0.45
+PAUSE_S = 2.2
+# In units of the clock.
+BACKWARD = 4
+FORWARD = 2
+HALF = 6  # of an all-reduce
+UPDATE = 0.4  # of all parameters
+BUCKET = 0.5  # until the first bucket is full
+JUST_AFTER_0 = 0.01  # what is there at 0 is seen before the clock starts, too
 
 
-def draw(picture, top, title, system):
+class System(NamedTuple):
+    """What happens when, in units of the clock: (start, end)."""
+    title: str
+    reduce_scatter: tuple
+    update: tuple
+    all_gather: tuple
+    forward: list  # (start, end) of its parts
+    carries: str  # what the all-gather carries: "average" or "new" parameters
+    held_bytes: int  # by a rank, for each parameter
+    words: dict  # time -> the caption from then on
+
+    @property
+    def end(self):
+        return self.forward[-1][1]
+
+    def histories(self):
+        """Return {row: (of the quarter that a rank averages, of the others)}: {time: kind of cell from then on}."""
+        averaged, updated, gathered = self.reduce_scatter[1], self.update[1], self.all_gather[1]
+        unused = "" if self.title == "Stage 4" else "garbage"  # stage 4 releases gradients
+        gradients = {0: "", BUCKET: "gradient"}
+        own = {**gradients, averaged: "average", updated: unused}
+        if self.carries == "average":
+            sent = {**gradients, averaged: unused, gathered: "average", updated: unused}
+            return {"parameters": ({0: "old", updated: "new"},) * 2, "gradients": (own, sent),
+                    "moments": ({0: "moment"},) * 2}
+        return {"parameters": ({0: "old", updated: "new"}, {0: "old", gathered: "new"}),
+                "gradients": (own, {**gradients, averaged: unused}), "moments": ({0: "moment"}, {0: ""})}
+
+
+def ddp():
+    first = BUCKET, BUCKET + HALF
+    second = first[1], first[1] + HALF
+    update = second[1], second[1] + UPDATE
+    return System("DDP", first, update, second, [(update[1], update[1] + FORWARD)], "average", 16, {
+        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
+        first[0]: "All-reduce, first half: each rank averages a quarter.",
+        second[0]: "Second half: it sends its averages to all others.",
+        update[0]: "Each rank updates everything, with all moments."})
+
+
+def sharded(title, sends_at, held_bytes):
+    """Return stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward pass."""
+    first = sends_at, sends_at + HALF
+    update = first[1], first[1] + UPDATE / 4
+    second = update[1], update[1] + HALF
+    forward = [(second[1], second[1] + FORWARD)]
+    if sends_at < BACKWARD:  # a quarter of the layers may run when a quarter of the parameters has arrived
+        arrivals = [second[0] + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
+        forward = [(arrival, arrival + FORWARD / 4) for arrival in arrivals]
+    meanwhile = ", while the pass goes on" if sends_at < BACKWARD else ""
+    to_whom = "during the next forward pass" if sends_at < BACKWARD else "to all others"
+    return System(title, first, update, second, forward, "new", held_bytes, {
+        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
+        first[0]: f"Reduce-scatter{meanwhile}: each rank averages a quarter.",
+        update[0]: f"It updates this quarter, and sends it {to_whom}."})
+
+
+SYSTEMS = ddp(), sharded("Stage 3", BACKWARD, 10), sharded("Stage 4", BUCKET, 7)
+
+
+def draw(picture, top, system, start_s):
+    """Draw a system whose clock starts at a second of the picture."""
+    def spans_of(history):
+        seconds = [(start_s + time * SECONDS_A_UNIT if time else 0, what) for time, what in history.items()]
+        return spans(seconds, picture.seconds)
+
     def cell(rank, quarter, line, kind):
-        return Cell(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 18 + line * LINE, CELL, LINE)
+        return Cell(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)
 
-    picture.text(8, top + 12, title, "strong")
-    for words, *span in spans(system["words"], END_S):
-        picture.text(190, top + 12, words, "", *span)
+    picture.text(8, top + 11, system.title, "strong")
+    done = f"Done in {system.end / SYSTEMS[0].end:.2f} of DDP's time."
+    if system is SYSTEMS[0]:
+        done = "Done: every rank holds all moments."
+    for words, *span in spans_of({0: "", **system.words, system.end: done}):
+        picture.text(LEFT, top + 11, words, "", *span)
     for line, row in enumerate(("parameters", "gradients", "moments", "moments")):
-        picture.text(LEFT - 8, top + 29 + line * LINE, row, "end")
+        picture.text(LEFT - 8, top + 25 + line * LINE, row if line < 3 else "", "end")
         for rank, quarter in product(RANKS, RANKS):
-            for kind, *span in spans(system[row][rank != quarter], END_S):
-                picture.add(cell(rank, quarter, line, kind), *span)
-    line, kind, *second_half = system["flight"]
-    for rank, receiver in permutations(RANKS, 2):
-        away = (receiver - rank) * (RANK + GAP)
-        picture.fly(cell(rank, receiver, 1, "gradient"), away, 0, 2, 4)
-        picture.fly(cell(rank, rank, line, kind), away, 0, *second_half)
-    for words, start, stop in spans(system["runs"], system["done"]):
-        box = LEFT + 46 * (start - 2), top + 82, 46 * (stop - start) - 2, 15
-        picture.rect(*box, "line")
-        picture.rect(*box, f"bar {SENDS.get(words, '')} live", start, stop)
-        picture.text(box[0] + box[2] / 2, top + 93, words, "middle")
-    for y, row, scale, unit in ((101, "memory", 8, "bytes"), (118, "sent", 256 / 3, "values")):
-        picture.text(LEFT - 8, top + y + 10, row, "end")
-        for size, *span in spans(system[row], END_S):
-            picture.rect(LEFT, top + y, size * scale, 12, "bar", *span)
-            picture.text(LEFT + 136, top + y + 10, f"{size} {unit} per parameter", "", *span)
+            for kind, *span in spans_of(system.histories()[row][rank != quarter]):
+                if kind:
+                    picture.add(cell(rank, quarter, line, kind), *span)
+    gathered_line = 1 if system.carries == "average" else 0
+    n_flown = 0
+    halves = (system.reduce_scatter, 1, "gradient"), (system.all_gather, gathered_line, system.carries)
+    for half, line, kind in halves:
+        start, stop = (start_s + time * SECONDS_A_UNIT for time in half)
+        alone = start + (stop - start) * 0.4  # the first message flies alone until then, the others after it
+        for number, (rank, receiver) in enumerate(permutations(RANKS, 2)):
+            flying = cell(rank, receiver if kind == "gradient" else rank, line, kind)
+            span = (alone, stop) if number else (start, alone)
+            picture.fly(flying, (receiver - rank) * (RANK + GAP), 0, *span)
+            n_flown += 1
+    sent = "gradients" if system.carries == "average" else "parameters"
+    bars = [("computes", "backward", "", (0, BACKWARD)), ("computes", "update", "", system.update),
+            *(("computes", "forward", "", part) for part in system.forward),
+            ("sends", "reduce-scatter", "gradients", system.reduce_scatter),
+            ("sends", "all-gather", sent, system.all_gather)]
+    for lane, name, colour, (start, stop) in bars:
+        y = top + (62 if lane == "computes" else 76)
+        box = LEFT + UNIT * start, y, max(2, UNIT * (stop - start) - 1), 12
+        live = (start_s + time * SECONDS_A_UNIT for time in (start, stop))
+        picture.text(LEFT - 8, y + 9, lane, "end")
+        picture.rect(*box, f"bar {colour}" if colour else "line")
+        picture.rect(*box, f"bar {colour} live", *live)
+        if box[2] > 5 * len(name):
+            picture.text(box[0] + box[2] / 2, y + 10, name, "middle")
+    if len(system.forward) > 1:
+        picture.text(LEFT + UNIT * system.end + 4, top + 72, "forward")
+    values = n_flown / len(RANKS) ** 2  # a cell is a quarter of the parameters, and four ranks send
+    picture.text(LEFT - 8, top + 101, "holds", "end")
+    picture.rect(LEFT, top + 92, 5 * system.held_bytes, 10, "bar")
+    words = f"{system.held_bytes} bytes, and sends {values:g} values, for each parameter"
+    picture.text(LEFT + 5 * system.held_bytes + 5, top + 101, words)
 
 
 def picture():
-    whole = Picture("DDP, and the distributed optimizer: the same traffic, 1/d of the state", WIDTH, END_S, END_S - 1)
+    starts = [PAUSE_S]
+    for system in SYSTEMS:
+        starts.append(starts[-1] + system.end * SECONDS_A_UNIT + PAUSE_S)
+    end = starts[-1] + 2 * PAUSE_S
+    whole = Picture("A step of DDP, of stage 3 and of stage 4: the same traffic, 1/d of the state", WIDTH, end, end - 1)
     whole.text(8, 20, "The same traffic, and 1/d of the optimizer's state", "strong")
     for rank in RANKS:
-        whole.text(LEFT + rank * (RANK + GAP) + RANK / 2, 42, f"rank {rank}", "middle")
-    draw(whole, 48, "DDP", DDP)
-    draw(whole, 196, "Distributed optimizer", SHARDED)
-    whole.legend(8, 340)
+        whole.text(LEFT + rank * (RANK + GAP) + RANK / 2, 40, f"rank {rank}", "middle")
+    for number, system in enumerate(SYSTEMS):
+        draw(whole, 48 + number * HEIGHT, system, starts[number])
+    bottom = 48 + len(SYSTEMS) * HEIGHT
+    whole.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
+    whole.legend(8, bottom)
+    whole.height += 14
     return whole

@@ -3,7 +3,7 @@
 Kinds of a label (kind, element, origin): element counts from 0 over all parameters, None where there is none.
 
     gradient    of rank `origin`, from its own batch
-    share       the same, divided by d: what travels
+    share       the same, divided by d: what is sent
     average     of all ranks; `origin`: in which step
     parameter   as it is before step `origin`, from 0 on; a recording has these in its place:
     old, new, stale    before this step, after it, and before it where the next one has begun
@@ -36,8 +36,8 @@ class Label(NamedTuple):
 class Table:
     """Finds labels by value. weights: (n,), at first; grads: (steps, d, n); later: (n,) after each replicated step."""
 
-    def __init__(self, weights, grads, later, dtype):
-        self.tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    def __init__(self, weights, grads, later):
+        self.tolerance = 1e-5 if weights.dtype == torch.float32 else 4 * torch.finfo(weights.dtype).eps  # of sums
         known = [("parameter", version, values) for version, values in enumerate([weights, *later])]
         for step, of_ranks in enumerate(grads):
             shares = of_ranks.float() / len(of_ranks)
@@ -90,15 +90,14 @@ def label_of(table, value, place, homes):
 
 
 def put_cells(trace, labels, telling, steps):
-    """Make `memory` of each event of `trace` {storage: its cells, (value, kind, element, origin) each}. telling: events
+    """Fill `cells` of each event of `trace`: (value, kind, element, origin) each. telling: events
     of the labelled run. Garbage is what nobody reads before it is written or released, or the recording ends; but the
     model's own parameters anybody may read."""
     nexts, log = defaultdict(dict), list(trace.log)  # nexts: storage -> {byte: how it is accessed next}
     for event, twin in zip(reversed(trace.events), reversed(telling)):
-        while len(log) > event.time:
+        while len(log) > event.n_accesses:
             uid, start, end, how = log.pop()
             nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
-        cells = {}
         for uid, memory in event.memory.items():
             storage, seen = trace.storages[uid], []
             for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, twin.memory[uid]])):
@@ -110,8 +109,7 @@ def put_cells(trace, labels, telling, steps):
                     is_new = label.origin > min(event.step, steps - 1)
                     label = label._replace(kind="stale" if label.origin < event.step else "new" if is_new else "old")
                 seen.append((plain(value), *label))
-            cells[uid] = tuple(seen)
-        event.memory = cells
+            event.cells[uid] = tuple(seen)
 
 
 def plain(value):

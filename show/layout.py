@@ -24,7 +24,7 @@ def places(recording):
             of_storages.append([homes[first + element] for element in range(numel)])
         else:
             left = sum(other["numel"] for other in before)
-            width = recording["ranks"] if is_replicated(recording) else FLOW
+            width = len(homes) // recording["ranks"] if is_replicated(recording) else FLOW
             of_storages.append([[(left + cell) % width, (left + cell) // width] for cell in range(numel)])
     return of_storages
 
@@ -47,8 +47,9 @@ def homes_of_elements(recording):
             return {element: place for (_, _, element, _), place in zip(cells, in_grid) if element is not None}
         if storage["row"] == "GradBuffer.flat":
             return dict(enumerate(in_grid))
-    if is_replicated(recording):
-        return {element: [element % recording["ranks"], element // recording["ranks"]] for element in range(numel)}
+    if is_replicated(recording):  # line r is what rank r averages in the first half of the all-reduce
+        width = numel // recording["ranks"]
+        return {element: [element % width, element // width] for element in range(numel)}
     for line, length in enumerate(recording["params"]):
         homes |= {element: [column, line] for column, element in enumerate(range(len(homes), len(homes) + length))}
     return homes

@@ -22,19 +22,20 @@ PAGE = ROOT / "docs" / "watch.html"
 # 16 elements, so that a cell has room for its value; `make show STAGE=3` prints the first.
 WHOLE = Program(replicated.__name__)
 OWNED = {"params": (2, 2, 3, 3, 3, 3)}  # every rank owns some tensors, and rank 0 two
-FILLED = {"params": (2, 2, 4, 4, 4), "buckets": 4}  # four buckets, of one tensor or two, that need no padding
+FILLED = {"params": (2, 2, 4, 4, 4), "bucket_bytes": 16}  # four buckets, of one tensor or two, that need no padding
 ONE, TWO, THREE, FOUR = (replace(WHOLE, package=stage, **toy) for stage, toy in zip(STAGES, (OWNED, OWNED, {}, FILLED)))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page. `right`: what it is compared with."""
+    """A program of the page. `right`: what it is compared with. `tab`: the tab that leads to it, or its own."""
     id: str
     short: str
     title: str
     program: Program
     right: Program | None = None
     is_bug: bool = False
+    tab: str = ""
 
 
 def bug(id, short, title, program, before, after):
@@ -42,8 +43,13 @@ def bug(id, short, title, program, before, after):
     return Shown(id, short, title, edited, right=program, is_bug=True)
 
 
+def idea(d, id, tab=""):
+    title = "An all-reduce in two halves, with the update between them."
+    return Shown(id, "idea", title, replace(THREE, ranks=d), right=replace(WHOLE, ranks=d), tab=tab)
+
+
 SHOWN = (
-    Shown("idea", "idea", "An all-reduce in two halves, with the update between them.", THREE, right=WHOLE),
+    idea(4, "idea"),
     Shown("0", "0 replicated", "Replicated training: nothing is sharded.", WHOLE),
     Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE),
     Shown("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO),
@@ -60,20 +66,25 @@ SHOWN = (
     bug("3-zero", "3: not zeroed", "Bug of stage 3: step doesn't zero the buffer.",
         replace(THREE, steps=2, loop="train_without_zero_grad"), "        self.zero_grad()\n", ""),
     bug("4-queue", "4: buckets leave as they come", "Bug of stage 4: no queue, each bucket leaves when it is full.",
-        replace(FOUR, params=(4, 4, 4), buckets=3, orders=((1, (2, 1, 0)),)),
+        replace(FOUR, params=(4, 4, 4), orders=((1, (2, 1, 0)),)),
         "        self.bucket_of[param].ready.add(param)\n        self.send_full_buckets()\n",
         "        bucket = self.bucket_of[param]\n        bucket.ready.add(param)\n"
         "        if bucket.is_full():\n            self.send_grads(bucket)\n"),
     bug("4-wait", "4: waits for another bucket", "Bug of stage 4: a layer waits for another bucket than its own.",
         FOUR, "self.bucket_of[param].finish_param_sync()", "self.buckets[-1].finish_param_sync()"),
+    idea(2, "idea-2", tab="idea"),
+    idea(8, "idea-8", tab="idea"),
 )
 
 
 def all_recordings():
     """Return the recordings of SHOWN, with what the page says of them, then those that they are compared with."""
     programs = {program for shown in SHOWN for program in (shown.program, shown.right) if program}
-    with Workers(4, timeout_s=600) as workers:
-        recorded = {program: frames.recording(workers.run(record_rank, program), program) for program in programs}
+    recorded = {}
+    for d in sorted({program.ranks for program in programs}):
+        with Workers(d, timeout_s=600) as workers:
+            recorded |= {program: frames.recording(workers.run(record_rank, program), program)
+                         for program in programs if program.ranks == d}
     for recording in recorded.values():
         for storage, places in zip(recording["storages"], layout.places(recording)):
             storage["places"] = places
@@ -81,7 +92,7 @@ def all_recordings():
     for shown in SHOWN:
         recording = recorded[shown.program]
         right = recorded.get(shown.right)
-        details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug,
+        details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug, "tab": shown.tab,
                    "beats": beats.resolved(shown.id, recording, right)}
         if shown.is_bug:
             details["edit"] = beats.edit_of(shown.program, recording, right)
@@ -97,7 +108,7 @@ def all_recordings():
 def stamp():
     """-> a hash of the cores and of show/, by which a page tells what it was made from."""
     cores = [ROOT / stage / name for stage in STAGES for name in CORE_FILES]
-    files = sorted(path for path in (*cores, *ROOT.glob("show/*.py")) if path.exists())
+    files = sorted(path for path in (*cores, *ROOT.glob("show/*.py"), ROOT / "show/beats.txt") if path.exists())
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -108,7 +119,7 @@ def page(recordings):
     css, js, calculator, text = (
         (ROOT / "show/page" / name).read_text(encoding="utf-8").strip() for name in (*PARTS, "watch.html"))
     parts = {"css": f"{picture.CSS}\n{css}", "js": f"{js}\n\n{calculator}\n\nstart();", "light": picture.THEMES[""],
-             "dark": picture.THEMES["_dark"], "patterns": picture.patterns(),
+             "dark": picture.THEMES["_dark"], "patterns": picture.patterns(n_owners=8),
              "data": base64.b64encode(packed).decode()}
     for name, part in parts.items():
         text = text.replace(f"/*{name}*/", part)

@@ -18,7 +18,8 @@ THEMES = {
 STRIPES = {  # of a kind of cell: size, turn and width in pixels; opacity of what is between them
     "gradient": (5, 45, 2.5, 0.3), "share": (3, 45, 0.7, 0.12), "moment": (4, 90, 1.5, 0.25)}
 KINDS = {"gradient": "gradient", "share": "gradient ÷ 4", "average": "average", "old": "old", "stale": "awaited",
-         "new": "new", "moment": "moment", "garbage": "garbage"}  # in the legend
+         "new": "new", "moment": "moment", "garbage": "garbage", "padding": "padding"}  # in the legend
+SENT_DIRECTLY = "Drawn as direct sends, one by one. NCCL's ring sends as many bytes."
 HIDDEN, SEEN = "opacity:0", "opacity:1"
 LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
 LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
@@ -45,7 +46,7 @@ class Picture:
         self.seconds = seconds
         self.still = still
         self.spans = {}  # text of a shape, or Cell -> (from, to), …
-        self.flights = {}  # (from, to), x and y of the way -> Cells
+        self.flights = {}  # seconds from, to, and seen until; x and y of the way -> Cells
 
     def add(self, shape, start=0, stop=None):
         spans = self.spans.setdefault(shape, [])
@@ -59,18 +60,22 @@ class Picture:
     def rect(self, x, y, width, height, kind, *span):
         self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>', *span)
 
-    def fly(self, cell, dx, dy, start, stop):
-        """Add a cell that moves by (dx, dy) from where it is drawn, and is seen on its way alone."""
-        self.flights.setdefault((start, stop, dx, dy), []).append(cell)
+    def fly(self, cell, dx, dy, start, stop, until=None):
+        """Add a cell that moves by (dx, dy) from where it is drawn, and is seen on its way, and there `until` later."""
+        self.flights.setdefault((start, stop, until or stop, dx, dy), []).append(cell)
 
     def legend(self, x, y):
         """Draw an example of each kind of cell, and end the picture."""
         kinds = {shape.kind for shape in self.spans if isinstance(shape, Cell)}
         for kind in filter(kinds.__contains__, KINDS):
+            width = 29 + sum(9 if letter in "mw" else 6 for letter in KINDS[kind])
+            if x + width > self.width:
+                x, y = 8, y + 17
             self.add(Cell(kind, 0, x, y, 16, 13))
             self.text(x + 19, y + 10, KINDS[kind], "soft")
-            x += 30 + sum(9 if letter in "mw" else 6 for letter in KINDS[kind])
-        self.height = y + 19
+            x += width
+        self.text(8, y + 28, SENT_DIRECTLY, "soft")
+        self.height = y + 36
 
     def keyframes(self, name, steps):
         """Return the rule of what changes at once. steps: {second: how it is from then on}."""
@@ -86,10 +91,11 @@ class Picture:
             is_still = any(start <= self.still < stop for start, stop in spans)
             rules[name] = {0: HIDDEN} | {second: style for span in spans for second, style in zip(span, (SEEN, HIDDEN))}
             body.append(f'<g class="{name}" opacity="{is_still:d}">{drawn(shapes)}</g>')
-        for (start, stop, dx, dy), cells in self.flights.items():
-            name = f"f{1000 * start:.0f}-{1000 * stop:.0f}"
-            rules[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, stop + 0.01: HIDDEN}
-            body.append(f'<g class="{name}" opacity="0" style="--x:{dx}px;--y:{dy}px">{drawn(cells)}</g>')
+        for (start, stop, until, dx, dy), cells in self.flights.items():
+            name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
+            rules[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
+            followed = " followed" if any(cell.words for cell in cells) else ""
+            body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{drawn(cells)}</g>')
         motion = "".join(self.keyframes(name, steps) for name, steps in rules.items())
         return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="'
                 f'{self.width * 1.4:g}" role="img"><title>{escape(self.title)}</title><style>svg{{{THEMES[theme]}}}'
@@ -116,10 +122,10 @@ def drawn(shapes):
     return "".join(groups)
 
 
-def patterns():
+def patterns(n_owners=4):
     """Return the stripes, in the colour of each owner."""
     return "<defs>" + "".join(
         f'<pattern id="{kind}{owner}" class="o{owner}" width="{size}" height="{size}" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate({turn})"><path d="M0 0h9v9h-9z" class="paper"/><path d="M0 0h9v9h-9z" class="own" '
         f'fill-opacity="{below}"/><path d="M0 0h{wide}v9h-{wide}z" class="own"/></pattern>'
-        for owner in range(-1, 4) for kind, (size, turn, wide, below) in STRIPES.items()) + "</defs>"
+        for owner in range(-1, n_owners) for kind, (size, turn, wide, below) in STRIPES.items()) + "</defs>"

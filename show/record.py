@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 
+from harness.measuring.ledger import Ledger, wire_bytes
+
 from . import frames, labels, loop
 from .trace import Trace
 from .wires import Wires
@@ -28,9 +30,9 @@ class Program:
     package: str  # of the core; "show.replicated" is rung 0
     ranks: int = 4
     params: tuple = (5, 2, 9)  # elements of each parameter
-    dtype: str = "float32"
     optimizer: str = "adamw"
-    buckets: int = 3  # where the core has buckets
+    dtype: str = "float32"  # of the parameters
+    bucket_bytes: int = 1  # where the core has buckets; 1: each parameter has its own
     steps: int = 1
     edit: tuple = ()  # (file, before, after), made in a copy of the package
     orders: tuple = ()  # (rank, order in which it calls its layers), where that isn't the order of the parameters
@@ -85,17 +87,6 @@ def core_class(package):
     raise ValueError(f"{package} has no ShardedOptimizer")
 
 
-def cap_for(program, layouts):
-    """-> the bucket_cap_mb that makes about as many buckets as are asked for; or a bucket for each parameter."""
-    dtype = getattr(torch, program.dtype)
-    nbytes = [n * dtype.itemsize for n in program.params]
-
-    def missed_by(cap):
-        return sum(abs(len(layout(nbytes, [dtype] * len(nbytes), cap)) - program.buckets) for layout in layouts)
-
-    return min((1e-3, *range(1, 4 * sum(nbytes) + 1)), key=missed_by) / 2**20
-
-
 @contextlib.contextmanager
 def edited(program):
     """The package of `program`; where it has an edit, a changed copy of that, of another name -> the name."""
@@ -126,7 +117,7 @@ def run_traced(rank, program, package, weights, grads):
         return [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
 
     if "bucket_cap_mb" in inspect.signature(cls.__init__).parameters:
-        options = options | {"bucket_cap_mb": cap_for(program, [layout for _, layout in all_of("bucket_layout")])}
+        options = options | {"bucket_cap_mb": program.bucket_bytes / 2**20}
     trace = Trace(files, model)
     wires = Wires(trace)
     with contextlib.ExitStack() as patches:
@@ -139,17 +130,20 @@ def run_traced(rank, program, package, weights, grads):
         for _, transport in all_of("Transport") if hasattr(cls, "transport_for") else ():
             native = staticmethod(lambda group, device, dtype, transport=transport: transport(group))
             patches.enter_context(mock.patch.object(cls, "transport_for", native))
-        with wires.averaging(), wires, trace:
+        with wires.averaging(), Ledger() as counted, wires, trace:
             optimizer = trace.optimizer = cls(model.parameters(), torch_class, **options)
             if hasattr(optimizer, "prefetch_params"):
                 optimizer.prefetch_params(model)
+            counted.entries.clear()  # what building the optimizer has sent is no step's
             getattr(loop, program.loop)(model, optimizer, batches)
             getattr(optimizer, "finish_param_sync", lambda: None)()
+    trace.sent_bytes = sum(wire_bytes(entry.kind, entry.size, entry.group_size, "nccl")
+                           for entry in counted.entries) / len(batches)
     return trace
 
 
 def replicated_steps(program, weights, grads):
-    """-> for each step all elements after it, in fp32, (n,) each: what one process gets from averaged gradients."""
+    """Return for each step all elements after it, (n,) each: what one process gets from averaged gradients."""
     torch_class, options = OPTIMIZERS[program.optimizer]
     param = torch.nn.Parameter(weights.float().clone())
     optimizer, later = torch_class([param], **options), []
@@ -164,26 +158,27 @@ def record_rank(rank, program):
     """-> what a rank did, in plain data. events: see show/trace.py; of the steps that are shown, and the forward pass
     after them. storages: uid -> as `described`. owned: elements that it steps. sources: name -> text of a file."""
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
-    plain, inputs = ([tensor.to(getattr(torch, program.dtype)) for tensor in make(program)]
-                     for make in (plain_inputs, telling_inputs))
+    dtype = getattr(torch, program.dtype)
+    plain, inputs = ([values.to(dtype) for values in make(program)] for make in (plain_inputs, telling_inputs))
     with edited(program) as package:
         trace, telling = (run_traced(rank, program, package, *values) for values in (plain, inputs))
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     if [event.stack for event in trace.events] != [event.stack for event in telling.events]:
         # Whose lines depend on values is labelled by the values that are shown, of which some are equal.
         telling, inputs = trace, plain
-    table = labels.Table(*inputs, replicated_steps(program, *inputs), inputs[0].dtype)
+    table = labels.Table(*inputs, replicated_steps(program, *inputs))
     labels.put_cells(trace, labels.labels_of(telling, table), telling.events, program.steps)
     in_loop = itertools.dropwhile(lambda event: not event.stack or event.stack[0].file != "loop.py", trace.events)
     shown = itertools.takewhile(lambda event: event.step < program.steps or event.phase == "forward", in_loop)
     events, storages = frames.folded(list(shown)), {}
     for event in events:
-        event.starts = [with_contents(operation, event.memory, trace.storages) for operation in event.starts]
-        for uid in event.memory.keys() - storages.keys():
-            storages[uid] = described(trace.storages[uid], rank.rank, len(event.memory[uid]), program.ranks)
-    spans = [(trace.uid_of(param), param.storage_offset(), param.numel()) for param in trace.stepped()]
-    owned = {cell[2] for uid, start, numel in spans for cell in events[0].memory.get(uid, ())[start : start + numel]}
-    return {"events": events, "storages": storages, "owned": owned, "sources": sources}
+        event.starts = [with_contents(operation, event.cells, trace.storages) for operation in event.starts]
+        for uid in event.cells.keys() - storages.keys():
+            storages[uid] = described(trace.storages[uid], rank.rank, len(event.cells[uid]), program.ranks)
+    spans = [(trace.uid_of(param), param.storage_offset(), param.numel()) for param in trace.updated_params()]
+    owned = {cell[2] for uid, start, numel in spans for cell in events[0].cells.get(uid, ())[start : start + numel]}
+    return {"events": events, "storages": storages, "owned": owned, "sources": sources,
+            "sent_bytes": trace.sent_bytes}
 
 
 def with_contents(operation, memory, storages):

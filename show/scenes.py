@@ -5,6 +5,7 @@ They are drawn from the recordings and the beats of the page: from beats that ha
 
 import textwrap
 from itertools import pairwise
+from typing import NamedTuple
 
 from . import hero
 from .frames import Memory
@@ -18,18 +19,21 @@ GAP = 12
 LINE = 16  # height of a cell
 BAR = 13
 WIDTH = 2 * LEFT + N_RANKS * RANK + (N_RANKS - 1) * GAP
-FLIGHT_S, NEXT_FLIGHT_S, READING_S = 1.3, 0.25, 1.9
+WORD_S = 0.14  # a caption is read first
+FOLLOWED_S = 1.8  # one message alone, with its values
+TOGETHER_S = 1.2  # all messages of an operation
+REST_S = 1.2
 
 MODEL = {"parameters": ("parameters",), "gradients": ("gradients",)}
 MOMENTS = {"two moments of each element that the rank updates": ("exp_avg",), "": ("exp_avg_sq",)}
 # The beat that is seen where motion is off; and what is written above -> rows that are never there at the same time.
 SCENES = {
-    "1": (6, MODEL | {"a flat copy, to be sent": ("average: flat", "sync_params: flat")} | MOMENTS),
-    "2": (5, MODEL | {"a flat copy; later the shards of all ranks": ("average: flat", "sync_params: gathered"),
-                      "its own shard, padded": ("sync_params: padded",)} | MOMENTS),
-    "3": (6, {"each rank's flat buffer: line r belongs to rank r": ("GradBuffer.flat",),
-              "parameters": ("parameters",)} | MOMENTS),
-    "4": (2, {"parameters: a column is a bucket, line r belongs to rank r": ("ParameterBuffer.flat",),
+    "1": (-1, MODEL | {"a flat copy, to be sent": ("average: flat", "sync_params: flat")} | MOMENTS),
+    "2": (-2, MODEL | {"a flat copy; later the shards of all ranks": ("average: flat", "sync_params: gathered"),
+                       "its own shard, padded": ("sync_params: padded",)} | MOMENTS),
+    "3": (-2, {"each rank's flat buffer: line r belongs to rank r": ("GradBuffer.flat",),
+               "parameters": ("parameters",)} | MOMENTS),
+    "4": (4, {"parameters: a column is a bucket, line r belongs to rank r": ("ParameterBuffer.flat",),
               "gradients, until their bucket is sent": ("gradients",),
               "two bucket buffers, one below the other": ("BucketBuffer.sent",),
               "averages of the rank's own shards": ("PartitionedGradient.shard",)} | MOMENTS),
@@ -79,16 +83,40 @@ class Panel:
         for cell in cells.values():
             self.picture.add(cell, *span)
 
-    def fly(self, start, stop, operation):
-        """Add what an operation carries. What comes from further away arrives later."""
-        for (sender, receiver, _, frame, _), move in zip(operation["arrows"], operation["moves"]):
-            source, first, target, target_first, n_cells = move
+    def fly(self, flight):
+        """Add the messages of a flight, each from where it was sent to where it arrives. Return how many cells fly.
+
+        What is gathered stays where it arrives until all of it is there. What is summed is drawn as a sum then.
+        """
+        operation = flight.operation
+        n_flying = 0
+        for index in flight.messages:
+            sender, receiver, _, frame, _ = operation["arrows"][index]
+            source, first, target, target_first, n_cells = operation["moves"][index]
             values = Memory(self.recording, frame).cells[source][first : first + n_cells]
-            leaves = start + (stop - start) / 6 * ((receiver - sender) % N_RANKS - 1)
+            delay = flight.seconds / 6 * ((receiver - sender) % N_RANKS - 1)  # from further away it arrives later
+            leaves = flight.start + (0 if flight.is_followed else delay)
+            arrives = flight.stop if flight.is_followed else leaves + flight.seconds * 2 / 3
+            until = arrives if "reduce" in operation["kind"] else flight.landing
             for cell, landed in zip(self.cells(source, values, first), self.cells(target, values, target_first)):
-                if cell.kind != "padding":
-                    way = landed.x - cell.x, landed.y - cell.y
-                    self.picture.fly(cell, *way, leaves, leaves + (stop - start) * 2 / 3)
+                words = cell.words if flight.is_followed else ""
+                way = landed.x - cell.x, landed.y - cell.y
+                self.picture.fly(cell._replace(words=words), *way, leaves, arrives, until)
+                n_flying += 1
+        return n_flying
+
+
+class Flight(NamedTuple):
+    operation: dict
+    messages: range  # indices of the operation's arrows
+    start: float  # this, `stop` and `landing` in seconds of the picture
+    stop: float
+    landing: float  # when all messages of the operation have arrived
+    is_followed: bool  # by the reader's eye: one message alone, with its values
+
+    @property
+    def seconds(self):
+        return self.stop - self.start
 
 
 def span_of(operation):
@@ -96,28 +124,35 @@ def span_of(operation):
 
 
 def timetable(recording):
-    """Return captions, (second, beat); changes of memory, (second, frame); flights, (from, to, operation); the end.
+    """Return captions, (second, beat); changes of memory, (second, frame); Flights; and the second of the end.
 
-    What leaves before another message has arrived is in flight together with it, and what leaves later isn't.
+    One thing moves at a time: operations follow each other, also where they were in flight together.
     """
     captions = []
-    changes = []
+    changes = [(0.0, 0)]
     flights = []
+    followed = set()
     second = 0.0
     before = 0
     for beat in filter(lambda beat: beat["caption"], recording["beats"]):
         captions.append((second, beat))
-        arriving = [operation for operation in recording["operations"]
-                    if before < span_of(operation)[1] <= beat["frame"]]
-        pace = (FLIGHT_S + NEXT_FLIGHT_S * (len(arriving) - 1)) / (len(arriving) + 1)
-        landing = second
-        for number, operation in enumerate(arriving, 2):
-            changes.append((landing, span_of(operation)[1] - 1))
-            landing = second + pace * number
-            arrived = [stop for _, stop, earlier in flights if span_of(earlier)[1] <= span_of(operation)[0]]
-            flights.append((max([landing - 2 * pace, *arrived]), landing, operation))
-        changes.append((landing, beat["frame"]))
-        second = max(second + 1.2, landing) + READING_S
+        second += WORD_S * len(beat["caption"].split())
+        for operation in sorted(recording["operations"], key=lambda operation: span_of(operation)[1]):
+            if not before < span_of(operation)[1] <= beat["frame"]:
+                continue
+            changes.append((second, span_of(operation)[1] - 1))
+            kind = operation["kind"], operation["whole"]
+            n_followed = int(kind not in followed)
+            followed.add(kind)
+            start = second + FOLLOWED_S * n_followed
+            landing = start + TOGETHER_S
+            if n_followed:
+                flights.append(Flight(operation, range(1), second, start, landing, True))
+            others = range(n_followed, len(operation["arrows"]))
+            flights.append(Flight(operation, others, start, landing, landing, False))
+            second = landing
+        changes.append((second, beat["frame"]))
+        second += REST_S
         before = beat["frame"]
     return captions, changes, flights, second
 
@@ -139,7 +174,7 @@ def draw_timeline(picture, recording, changes, top):
     for operation in operations:
         first, last = span_of(operation)
         kind = f"bar {operation['what']}"
-        name = f"bucket {1 + buckets.index(operation['params'])}" if len(buckets) > 1 else operation["kind"]
+        name = f"bucket {1 + buckets.index(operation['params'])}" if len(buckets) > 1 else operation["whole"]
         y = top + BAR * lines.setdefault(name, 1 + len(lines))
         picture.text(LEFT, y + 9, name)
         picture.rect(left + first * scale, y, (last - first) * scale, BAR - 2, kind)
@@ -157,15 +192,21 @@ def scene(recording, still, rows):
     captions, changes = spans(captions, end), spans(changes, end)
     picture = Picture(recording["title"], WIDTH, end, captions[still][-1] - 0.1)
     for number, (beat, *span) in enumerate(captions, 1):
-        for line, words in enumerate(textwrap.wrap(beat["caption"], 58)):
+        for line, words in enumerate(textwrap.wrap(beat["caption"], 56)):
             picture.text(LEFT, 18 + 17 * line, words, "strong", *span)
         progress = f"{number} of {len(captions)}" if number > 1 else "1: the loop starts here"
         picture.text(WIDTH - LEFT, 52, progress, "soft end", *span)
     panel = Panel(picture, recording, rows, draw_timeline(picture, recording, changes, 58))
     for frame, *span in changes:
         panel.draw(frame, *span)
+    n_flown = 0
+    sent = [(0.0, 0)]  # (second, bytes of fp32 that a rank has sent, on average)
     for flight in flights:
-        panel.fly(*flight)
+        n_flown += panel.fly(flight)
+        sent.append((flight.landing, 4 * n_flown // N_RANKS))
+    for n_bytes, *span in spans(sent, end):
+        words = f"each rank has sent {n_bytes} B (DDP: {recording['formula']['ddp_sent']} B in all)"
+        picture.text(LEFT, 52, words, "soft", *span)
     picture.legend(LEFT, panel.bottom + 8)
     return picture
 

@@ -9,14 +9,21 @@ import rich.text
 from .frames import Memory
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#d9c27e", "#f79d65", "#a9b8c6"]  # by owner
+EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has them
 EXPLANATION = """\
 Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that updates it. Grey: nobody reads it \
 again before it is written. │: another parameter, shard or piece begins."""
 
 
 def short(value, room=5):
-    """At most `room` characters: three digits where they fit."""
-    texts = ["?"] if value is None else [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
+    """Write a number in at most `room` characters: eighths as such, of others as many digits as fit."""
+    if value is None:
+        return "?"
+    eighths = 8 * (abs(value) % 1)
+    if eighths in range(1, 8) and abs(value) < 1000:
+        sign = "-" if value < 0 else ""
+        return f"{sign}{int(abs(value)) or ''}{EIGHTHS[int(eighths) - 1]}"
+    texts = [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
     return next((text for text in texts if len(text) <= room), "…")
 
 

@@ -2,12 +2,13 @@
 
 Python's own tracing reports the lines of the watched files, also in hooks that autograd calls. What has changed between
 two lines was written by the first of the two. Memory is found by walking attributes, and the local variables of the
-functions that run. A storage is named after the first that leads to it, and keeps that name. Storages are told apart by
-identity: an address is used again after a storage is freed.
+functions that run. A storage is named after the first attribute that leads to it, or else after the first local
+variable. Storages are told apart by identity: an address is used again after a storage is freed.
+
+"Core" is the class that is shown, without its guard.
 """
 
 import ctypes
-import functools
 import linecache
 import sys
 from collections import deque
@@ -19,6 +20,7 @@ import torch
 from . import loop
 
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
+# What a line of loop.py contains -> the phase that begins with it.
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
 SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that torch fills
 
@@ -33,14 +35,14 @@ class Place(NamedTuple):
 
 @dataclass
 class Storage:
-    """Memory that the picture shows. row: its line of cells, such as "gradients". part: its name in that line."""
+    """Memory that the picture shows. row: the label of its line of cells, such as "gradients". part: its name there."""
     row: str
     part: str
     is_local: bool = False  # named after a local variable
     dtype: torch.dtype = None  # of the first floating-point tensor that was seen in this storage
-    is_model: bool = False
+    is_model: bool = False  # whether parameters of the model lie in it
     views: set = field(default_factory=set)  # (first element, shape) of tensors that lie in it
-    elements: dict = field(default_factory=dict)  # cell -> element of the model, as far as gradients and weights tell
+    elements: dict = field(default_factory=dict)  # index in the storage -> index in the model's parameters, flattened
 
     def values(self, memory):
         return torch.frombuffer(bytearray(memory), dtype=self.dtype).tolist()
@@ -49,16 +51,18 @@ class Storage:
 @dataclass
 class Event:
     """Holds a line, and what the line did."""
-    stack: tuple
+    stack: tuple  # of Places, outermost first
     is_line: bool = True
     phase: str = ""
     step: int = 0
-    memory: dict = None  # each storage that is alive after the line -> its bytes, or its cells: see show/labels.py
+    is_open: bool = True  # until the line is done
+    memory: dict = field(default_factory=dict)  # each storage that is alive after the line -> its bytes
+    cells: dict = field(default_factory=dict)  # the same storages -> their cells, which show/labels.py makes
     is_change: bool = False  # whether the line has changed `memory`
-    time: int = 0  # length of the trace's `log` after the line
-    starts: list = field(default_factory=list)  # operations of torch.distributed
-    ends: list = field(default_factory=list)  # keys of the operations that are complete
-    frame: int = 0  # see show/frames.py
+    n_accesses: int = 0  # how many accesses the trace has noted after the line
+    starts: list = field(default_factory=list)  # Operations (show/wires.py) that leave
+    ends: list = field(default_factory=list)  # keys of Operations that arrive
+    frame: int = 0  # its number in the recording, set by show/frames.py
 
 
 class Trace:
@@ -77,7 +81,7 @@ class Trace:
         self.instances = {}  # name of a class -> {id: (instance, its number)}
         self.calls = {}  # frame of Python -> number of the call
         self.n_calls = 0
-        self.stack = ()
+        self.stack = []  # (frame of Python, Place) of each function that runs, outermost first
         self.phase = ""
         self.step = -1
 
@@ -90,7 +94,8 @@ class Trace:
 
     def on_call(self, frame, event, argument):
         code = frame.f_code
-        is_part_of_a_line = code.co_name.startswith("<") or code is loop.Weigh.forward.__code__  # <lambda>, <genexpr>
+        # A lambda or a generator, or what computes a layer of loop.py.
+        is_part_of_a_line = code.co_name.startswith("<") or code is loop.Weigh.forward.__code__
         if code.co_filename not in self.files or is_part_of_a_line:
             return None
         self.n_calls += 1
@@ -122,38 +127,40 @@ class Trace:
         if stack and stack[0].file == "loop.py":
             text = linecache.getline(loop.__file__, stack[0].line)
             self.phase = next((name for code, name in PHASES if code in text), self.phase)
-            self.step += is_line and len(stack) == 1 and self.phase == "forward"
+            if is_line and len(stack) == 1 and self.phase == "forward":
+                self.step += 1
         methods = [place.function.split(".")[-1] for place in stack]
         phase = next((name for name in methods if name in CORE_METHODS), self.phase)
         self.events.append(Event(stack, is_line, phase, max(0, self.step)))
 
     def close(self):
         """Note what memory holds after the line that was opened last."""
-        if not self.events or self.events[-1].memory is not None:
+        if not self.events or not self.events[-1].is_open:
             return
-        event, before = self.events[-1], self.memory
-        self.memory = self.snapshot()
-        event.memory = self.memory
-        event.is_change = self.memory != before
-        event.time = len(self.log)
+        event = self.events[-1]
+        event.is_open = False
+        event.memory = self.snapshot()
+        event.is_change = event.memory != self.memory
+        event.n_accesses = len(self.log)
+        self.memory = event.memory
         if not (event.is_line or event.starts or event.ends or event.is_change):
             self.events.pop()
 
     def record_launch(self, operation):
         """Note that a message leaves at the present line."""
-        self.event_at_this_line(lambda event: not event.ends).starts.append(operation)
+        self.close()
+        if self.events[-1].is_change or self.events[-1].ends:
+            self.open(is_line=False)
+        self.events[-1].is_open = True
+        self.events[-1].starts.append(operation)
 
     def record_arrival(self, key):
         """Note that the message `key` arrives at the present line."""
-        self.event_at_this_line(lambda event: event.ends).ends.append(key)
-
-    def event_at_this_line(self, can_go_on):
-        """Reuse the open event if it has changed nothing and can_go_on(event); otherwise open another at its line."""
         self.close()
-        if self.events[-1].is_change or not can_go_on(self.events[-1]):
+        if self.events[-1].is_change or not self.events[-1].ends:
             self.open(is_line=False)
-        self.events[-1].memory = None
-        return self.events[-1]
+        self.events[-1].is_open = True
+        self.events[-1].ends.append(key)
 
     def record_access(self, tensors, how):
         """Note that tensors are read or written."""
@@ -173,24 +180,11 @@ class Trace:
     def snapshot(self):
         """Return the bytes of each storage that is alive: of the model, of the core, and of the inner optimizer."""
         memory = {}
-
-        def see(tensor, row, part="", is_local=False):
-            if tensor is None or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
-                return
-            uid, whole = self.uid_of(tensor), tensor.untyped_storage()
-            storage = self.storages.setdefault(uid, Storage(row, part, is_local))
-            if storage.is_local and not is_local:  # the local variable has become an attribute
-                storage.row, storage.part, storage.is_local = row, part, False
-            if tensor.is_floating_point():  # a view of bytes gives the storage its name, and no values
-                storage.dtype = storage.dtype or tensor.dtype
-                storage.views.add((tensor.storage_offset(), tuple(tensor.shape)))
-                memory[uid] = memory.get(uid) or ctypes.string_at(whole.data_ptr(), whole.nbytes())
-
         first = 0
         for index, param in enumerate(self.model.parameters()):
             for tensor, row in ((param, "parameters"), (param.grad, "gradients")):
                 if tensor is not None:
-                    see(tensor, row, f"p{index}")
+                    self.see(memory, tensor, row, f"p{index}")
                     storage = self.storages[self.uid_of(tensor)]
                     offset = tensor.storage_offset()
                     storage.is_model |= tensor is param
@@ -198,28 +192,45 @@ class Trace:
             first += param.numel()
         seen = set()
         in_core = [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
-        for core in (*(frame.f_locals.get("self") for frame, _ in in_core), self.optimizer):
-            self.walk(core, "", see, seen)
-        for index, (param, state) in enumerate(self.stepped().items()):
-            see(param, "main parameters", str(index))
-            see(param.grad, "main gradients", str(index))
+        for frame, _ in in_core:
+            self.walk(memory, frame.f_locals.get("self"), "", seen)
+        self.walk(memory, self.optimizer, "", seen)
+        for index, (param, state) in enumerate(self.updated_params().items()):
+            self.see(memory, param, "main parameters", str(index))
+            self.see(memory, param.grad, "main gradients", str(index))
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() == param.numel() and name != "step":
-                    see(value, name, str(index))
-        see_local = functools.partial(see, is_local=True)
+                    self.see(memory, value, name, str(index))
         for frame, place in in_core:
+            arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]  # they are shown as the caller's variables
             for name, value in frame.f_locals.items():
-                if name not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:  # arguments are the caller's
-                    self.walk(value, f"{place.function.split('.')[-1]}: {name}", see_local, seen)
+                if name not in arguments:
+                    self.walk(memory, value, f"{place.function.split('.')[-1]}: {name}", seen, is_local=True)
         return memory
 
-    def walk(self, value, name, see, seen):
-        """Call `see` for every tensor that attributes, lists and dicts of the core lead to."""
-        todo = deque([(value, name, "")])
+    def see(self, memory, tensor, row, part="", is_local=False):
+        """Put the bytes of a tensor's storage into `memory`, and name the storage if it is new."""
+        if tensor is None or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+            return
+        uid = self.uid_of(tensor)
+        whole = tensor.untyped_storage()
+        storage = self.storages.setdefault(uid, Storage(row, part, is_local))
+        if storage.is_local and not is_local:  # an attribute has the local variable's value now
+            storage.row = row
+            storage.part = part
+            storage.is_local = False
+        if tensor.is_floating_point():  # of a buffer that is seen as bytes, other views have the values
+            storage.dtype = storage.dtype or tensor.dtype
+            storage.views.add((tensor.storage_offset(), tuple(tensor.shape)))
+            memory[uid] = memory.get(uid) or ctypes.string_at(whole.data_ptr(), whole.nbytes())
+
+    def walk(self, memory, root, root_name, seen, is_local=False):
+        """See every tensor that attributes, lists and dicts of the core lead to from `root`."""
+        todo = deque([(root, root_name, "")])
         while todo:
             value, name, part = todo.popleft()
             if isinstance(value, torch.Tensor):
-                see(value, name, part)
+                self.see(memory, value, name, part, is_local)
             elif id(value) in seen:
                 continue
             elif isinstance(value, (list, tuple, deque, dict)):
@@ -234,7 +245,7 @@ class Trace:
 
     def is_of_the_core(self, value):
         file = getattr(sys.modules[type(value).__module__], "__file__", None)
-        return hasattr(value, "__dict__") and self.files.get(file, "loop.py") != "loop.py"
+        return hasattr(value, "__dict__") and file in self.files and self.files[file] != "loop.py"
 
     def title_of(self, instance):
         """Return "Bucket." and the number of this bucket; for an optimizer two empty texts."""
@@ -245,8 +256,8 @@ class Trace:
         _, number = of_class.setdefault(id(instance), (instance, len(of_class)))
         return f"{name}.", str(number)
 
-    def stepped(self):
-        """Return {parameter: state} of what this rank steps, with the inner optimizer if there is one."""
+    def updated_params(self):
+        """Return {parameter: state} of what this rank updates, with its inner optimizer if it has one."""
         if self.optimizer is None:
             return {}
         inside = [value for value in vars(self.optimizer).values() if isinstance(value, torch.optim.Optimizer)]

@@ -1,8 +1,9 @@
-"""What travels, seen by torch's dispatcher; and delivered where it is waited for, whenever it really came.
+"""Notes what is sent, by torch's dispatcher, and delivers each message where it is waited for, whenever it really came.
 
 A message that a rank doesn't wait for may arrive at any line. Here what is sent is copied as it leaves, what is
 received arrives in a copy, and `wait` puts it in place: two recordings are equal, and whoever reads too early reads
-what was there before. All reads and writes are noted too, to tell what nobody reads again.
+what was there before. An all-reduce is noted as its two halves: they arrive one after the other at the line that waits.
+All reads and writes are noted too, to tell what nobody reads again.
 """
 
 from collections import Counter
@@ -22,8 +23,9 @@ WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy
 class Operation(NamedTuple):
     """One call of one rank. Ranks' calls of the same `key` belong together."""
     key: tuple
-    kind: str  # "all-reduce" and so on; between two ranks "send" or "recv"
-    arrows: tuple  # (from rank, to rank, bytes): what this rank sends, in the algorithm that moves the fewest bytes
+    kind: str  # "reduce-scatter" and so on; between two ranks "send" or "recv"
+    whole: str  # "all-reduce" where it is a half of one, otherwise the kind again
+    arrows: tuple  # (from rank, to rank, bytes): what this rank sends, directly to each rank that reads it
     reads: tuple = ()  # (storage, first byte, end) of what is sent; later in cells
     writes: tuple = ()  # the same of where it arrives
     what: str = ""  # this and `elements`: what is sent, known when cells are labelled
@@ -67,44 +69,64 @@ class Wires(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def communicate(self, function, args, kwargs, kind, read, written, arguments):
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
         sources, targets = tensors_of(arguments.get(read)), tensors_of(arguments.get(written))
-        operation = self.operation(kind, arguments, sources, targets)
-        self.recorder.record_launch(operation)
         copies = {}  # tensor -> its copy; one that is read and written has one
         args = tree_map_only(torch.Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), args)
         for source in sources if self.divisor > 1 else ():
             copies[id(source)] /= self.divisor
+        received = [copies.get(id(target)) for target in targets]
+        messages = [(kind, sources, targets, received)]
+        if kind == "all_reduce":  # it is its two halves
+            own, own_received = [[part_of(tensor, group) for tensor in tensors] for tensors in (targets, received)]
+            messages = [("reduce_scatter", sources, own, own_received), ("all_gather", own, targets, received)]
+        whole = kind.replace("_", "-")
+        operations = [self.operation(half, whole, arguments, group, *tensors) for half, *tensors, _ in messages]
+        self.recorder.record_launch(operations[0])
         result = function(*args, **kwargs)
         is_pair = isinstance(result, (tuple, list))
 
         def deliver():
-            self.recorder.record_arrival(operation.key)
-            self.recorder.record_access(sources, "read")
-            self.recorder.record_access(targets, "write")
-            for target in targets:
-                target.copy_(copies[id(target)])
+            for operation, (_, read, written, values) in zip(operations, messages):
+                if operation is not operations[0]:
+                    self.recorder.record_launch(operation)
+                self.recorder.record_arrival(operation.key)
+                self.recorder.record_access(read, "read")
+                self.recorder.record_access(written, "write")
+                for target, value in zip(written, values):
+                    target.copy_(value)
 
         self.works.append(Delayed(dist.Work.unbox(result[-1] if is_pair else result), deliver))
         boxed = self.works[-1].boxed()
         return [arguments[written], boxed] if is_pair else boxed
 
-    def operation(self, kind, arguments, sources, targets):
-        group = dist.ProcessGroup.unbox(arguments["process_group"])
-        rank, d = group.rank(), group.size()
-        sent, received = sum(t.nbytes for t in sources), sum(t.nbytes for t in targets)
+    def operation(self, kind, whole, arguments, group, sources, targets):
+        rank = group.rank()
         root = arguments.get("root_rank", rank)
-        to = {"reduce": [root], "gather": [root], "send": [arguments.get("dst")], "recv": []}
-        part = sent // d
-        nbytes = {"all_reduce": 2 * sent // d, "reduce_scatter": part, "all_to_all": part, "scatter": received}
-        arrows = tuple((rank, other, nbytes.get(kind, sent))
-                       for other in to.get(kind, range(d) if rank == root else []) if other != rank)
+        receivers = {"reduce": [root], "gather": [root], "send": [arguments.get("dst")], "recv": []}
+        everyone = range(group.size()) if rank == root else []
+        arrows = []
+        for other in receivers.get(kind, everyone):
+            if kind in ("reduce_scatter", "all_to_all", "scatter"):
+                n_bytes = sum(part_of(source, group, other).nbytes for source in sources)
+            else:
+                n_bytes = sum(source.nbytes for source in sources)
+            if other != rank:
+                arrows.append((rank, other, n_bytes))
         # The n-th collective of a group is the same on all of its ranks; and so is the n-th message between two.
         key = ("collective", group.group_name)
         if kind in ("send", "recv"):
             key = ("message", arguments.get("src", rank), arguments.get("dst", rank), arguments["tag"])
         self.counts[key] += 1
         reads, writes = (tuple(map(self.recorder.span, tensors)) for tensors in (sources, targets))
-        return Operation((*key, self.counts[key]), kind.replace("_", "-"), arrows, reads, writes)
+        return Operation((*key, self.counts[key]), kind.replace("_", "-"), whole, tuple(arrows), reads, writes)
+
+
+def part_of(tensor, group, rank=None):
+    """Return the 1/d of a contiguous tensor that a rank, by default this one, gets of a reduce-scatter."""
+    rank = group.rank() if rank is None else rank
+    start, stop = (index * tensor.numel() // group.size() for index in (rank, rank + 1))
+    return tensor.view(-1)[start:stop]
 
 
 class Delayed(dist.Work):

@@ -50,7 +50,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own_groups.append({**hyperparameters(group), "params": owned})
         return own_groups
 
-    @torch.no_grad()
     def sync_grads(self):
         """Replace every gradient by its average over the ranks."""
         params = [param for group in self.param_groups for param in group["params"]]

@@ -24,6 +24,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, one device.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None means all ranks.
+        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
+            `process_group`. For experts, see docs/experts.md.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
             gradients in the dtype of their parameter, in `param.grad`. Either one is a view of the buffer.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
@@ -34,6 +36,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             some parameters can't be kept in `grad_dtype`.
     """
 
+    _stage = 3
     buffer_class = GuardedBuffer
     _probe = staticmethod(check_elementwise)
 
@@ -63,26 +66,22 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _grads_elsewhere(self):
         return any(buffer.in_main_grad for buffer in self.buffers)
 
-    def _average_grads(self, arguments):
-        """Average; a missing gradient is zero. A frozen parameter is updated only if its owner had a gradient."""
+    def _before_average(self, arguments):
         for buffer in self.buffers:
             buffer.refuse_changes(self.param_groups)
-        was_synced = any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)
-        self.sync_grads()
-        return not was_synced
+        return not any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)
 
     def _take_model_changes(self):
         for buffer in self.buffers:
             buffer.take_model_changes()
 
-    def sync_params(self):
-        super().sync_params()
-        self.zero_grad()  # the buffer still holds parameters
-
     def _owned_ranges(self):
         for buffer in self.buffers:
             for r, main in zip(buffer.ranges, buffer.main_params):
                 yield buffer.params[r.index], r.start, r.stop, main
+
+    def _buffers_in_words(self):
+        return f"; gradient buffers: {len(self.buffers)}, {sum(buffer.flat.nbytes for buffer in self.buffers):,} bytes"
 
     def move_to(self, process_group):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""

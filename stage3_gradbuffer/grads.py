@@ -8,7 +8,7 @@ tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
 import torch
 
 from guard.dropping import lost
-from guard.groups import name_of
+from guard.groups import InnerTensors, name_of
 from guard.hooks import hook_gradient
 from guard.refuse import data_replaced
 from guard.states import update_main_param
@@ -141,6 +141,14 @@ class GuardedBuffer(GradBuffer):
             if is_late and param.grad is not None and not is_same(param.grad, grad):
                 raise RuntimeError(f"the gradient of parameter {name_of(param, groups)} was assigned after "
                                    "finish_grad_sync(): too late")
+
+    def make_main_tensors(self):
+        super().make_main_tensors()
+        self.inner_tensors = InnerTensors(self.main_params)
+
+    def take_main_params(self):
+        self.inner_tensors.take_back()
+        super().take_main_params()
 
     def copy_params_to_model(self):
         super().copy_params_to_model()

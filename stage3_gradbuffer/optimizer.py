@@ -58,7 +58,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own_groups.append({**hyperparameters(group), "params": owned})
         return own_groups
 
-    @torch.no_grad()
     def sync_grads(self):
         """All gradients of this rank -> this rank's shard of their average over the ranks."""
         for buffer in self.buffers:

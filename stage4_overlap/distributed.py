@@ -2,11 +2,18 @@
 
 In a *round* every bucket is sent once. Each backward pass is a round; a gradient that it doesn't compute is sent as
 zero when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
-the ranks agree on which parameters were used and on the number of rounds. Shown by tests/stages/test_rounds.py,
-tests/stages/test_overlap.py, and tests/stages/test_models.py.
+the ranks agree on which parameters were used and on the number of rounds.
+
+A bucket survives other code. The next step starts from what load_state_dict() has written into the model. A gradient
+may be sparse, missing, or the partial sum of a DTensor. Each parameter has its own storage, because safetensors,
+accelerate and pickle treat views of one storage as one tensor.
+
+Shown by tests/stages/test_rounds.py, tests/stages/test_overlap.py, tests/stages/test_hostile.py, and
+tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,16 +22,104 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from guard.groups import all_params, comparable_settings, error_if_settings_differ, settings_of
-from guard.guarded import Guarded
+from guard.groups import InnerTensors, all_params, error_if_settings_differ, settings_of
+from guard.guarded import Guarded, named
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
+from guard.states import update_main_param
 
-from .awaited import AwaitedBucket, wait_for_own
+from .awaited import BUCKETS, awaited, wait_for_own
+from .buffer import Bucket
 from .drops import forget_arrived, keep_under_way, next_tag
-from .dtensor import local_parts
+from .dtensor import local, local_parts
 from .optimizer import ShardedOptimizer
 from .rounds import BackwardPass, Rounds, agree_on_rounds, error_of, what_is_wrong
+
+
+class GuardedBucket(Bucket):
+    """A bucket that notices what other code does to its parameters, and gives main parameters their memory again.
+
+    Attributes:
+        main_grads: parameter -> the gradient of its main parameter.
+        written: all tensors that others may write into: each parameter, and the local tensor of a DTensor.
+        versions: autograd's version counter of each tensor in `written`; a later write changes it.
+        kinds: class of parameters -> their class while they are in flight.
+        name: what torch.profiler shows.
+    """
+
+    tensor_of = staticmethod(local)
+
+    def partition(self):
+        flat = self.flat_params
+        if not flat.is_meta:  # there is memory
+            for tensor, view in zip(self.tensors, self.views):
+                tensor.data = torch.from_dlpack(view)  # another storage on the same memory, which it keeps alive
+        super().partition()
+        self.main_grads = {param: main.grad for param, main in self.main_params.items()}
+        self.inner_tensors = InnerTensors(self.main_params.values())
+        self.zero = flat.new_zeros(())
+        self.addresses = [view.data_ptr() for view in self.views]
+        BUCKETS[self] = None
+        self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
+        self.written = list(dict.fromkeys([*self.params, *self.tensors]))
+        self.note_new_params()
+
+    def grads(self):
+        """Return dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
+        grads = super().grads()
+        for index, grad in enumerate(grads):
+            if grad is None:
+                grads[index] = self.zero.expand_as(self.tensors[index])
+            elif type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                if hasattr(self.params[index], "placements"):
+                    grad = local(grad.redistribute(placements=self.params[index].placements))
+                grads[index] = grad.to_dense()
+        return grads
+
+    def note_new_params(self):
+        """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""
+        torch.autograd.graph.increment_version(self.written)
+        self.versions = [tensor._version for tensor in self.written]
+
+    def take_model_changes(self):
+        """Update main_shard if somebody has written into the parameters."""
+        if self.versions != [tensor._version for tensor in self.written]:
+            update_main_param(self.parameter.main_shard, self.parameter.shard)
+
+    def moved_params(self):
+        """Return parameters whose `data` was replaced, so that they are no longer views of `flat_params`."""
+        if list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses:
+            return []
+        return [param for param, tensor, address in zip(self.params, self.tensors, self.addresses)
+                if tensor.data_ptr() != address]
+
+    def start_param_sync(self):
+        """Change the class of the parameters first: from now on, reading one waits for it."""
+        self.inner_tensors.take_back()
+        self.note_new_params()
+        for kind in self.kinds.values():
+            kind.bucket = self
+        for param in self.params:
+            param.__class__ = self.kinds[type(param)]
+        with named(f"{self.name}: all-gather"):
+            super().start_param_sync()
+
+    def finish_param_sync(self):
+        was_in_flight = self.param_sync is not None
+        waiting = named(f"{self.name}: wait") if was_in_flight else contextlib.nullcontext()
+        with torch._C.DisableTorchFunctionSubclass(), waiting:  # or this would wait for itself
+            super().finish_param_sync()
+        if was_in_flight:
+            for param in self.params:
+                param.__class__ = type(param).kind
+            for kind in self.kinds.values():
+                kind.bucket = None
+
+
+@functools.cache
+def guarded(bucket_class):
+    """Return the class of a guarded bucket of a core, or of a variant."""
+    return type(f"Guarded{bucket_class.__name__}", (GuardedBucket, bucket_class), {})
 
 
 class DistributedOptimizer(Guarded, ShardedOptimizer):
@@ -39,6 +134,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             dimension of the mesh.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None means all ranks.
+        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
+            `process_group`. For experts, see docs/experts.md.
         bucket_cap_mb: size at which a bucket is closed, in MiB; None means a twentieth of the parameters, from 1 to 25.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order. This matters on NCCL, which would
             sum them in 16 bits; gloo uses fp32 anyway.
@@ -54,9 +151,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             `reduce_dtype` is not one of the values above.
     """
 
+    _stage = 4
     _probe = staticmethod(check_elementwise)
     _takes_dtensors = True
-    _param_grad_holds = "nothing"  # or a gradient that waits for its round
+    _param_grad_holds = "nothing"  # except for gradients that wait for a later round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None,
@@ -67,9 +165,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
-        # By id, as in Bucket.ready, because a tensor's own hash is slow.
-        self._watched: dict = {}  # id of a parameter -> (handle of our hook, dict of all its hooks, its bucket)
-        self.bucket_class = type("GuardedBucket", (AwaitedBucket, self.bucket_class), {})  # type: ignore[assignment]
+        self.bucket_class = guarded(self.bucket_class)
+        self._watched: dict = {}  # id of a parameter -> (handle of our hook, dict of all its hooks)
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **core_arguments)
@@ -87,11 +184,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return local_parts(named, self.process_group)
 
     def _watch_shards(self, groups):
+        for number, bucket in enumerate(self.buckets):
+            bucket.name = f"bucket {number}"
         self.idle[0].transport.tag = next_tag(self.process_group)  # both buffers have this transport
 
     def watch(self, param):
         handle = hook_gradient(param, self.on_grad_ready, takes_gradient=True)
-        self._watched[id(param)] = handle, param._post_accumulate_grad_hooks, self.bucket_of[param]
+        self._watched[id(param)] = handle, param._post_accumulate_grad_hooks
 
     # ------------------------------------------------------------------------------------------- in the backward pass
 
@@ -102,11 +201,16 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         Without it every micro-batch is reduced into the shards: less memory, more communication. Gradients of 16 bits
         then add up in fp32, and here in 16 bits, which round each micro-batch.
         """
-        outside, self._rounds.is_accumulating = self._rounds.is_accumulating, True
+        was_accumulating = self._rounds.is_accumulating
+        self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._rounds.is_accumulating = outside
+            self.set_requires_gradient_sync(not was_accumulating)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Begin or end what `no_sync` does, as FSDP2's method of this name does."""
+        self._rounds.is_accumulating = not requires_gradient_sync
 
     def on_grad_ready(self, param):
         rounds = self._rounds
@@ -115,29 +219,30 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds.is_synced = False
         if not rounds.is_accumulating and rounds.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
-        # A round that isn't open by now has sent all buckets, and a re-entrant checkpoint goes on.
+        # A pass may compute a gradient after its round has sent all buckets: a re-entrant checkpoint does. It waits for
+        # the next round.
         if rounds.is_accumulating or not rounds.is_open:
             rounds.waiting.add(id(param))
             return
-        handle, all_hooks, bucket = self._watched[id(param)]
+        handle, all_hooks = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
-            # The user's hooks run after ours. So that they see this gradient, it is sent with the next one.
-            bucket.ready.discard(id(param))  # a re-entrant checkpoint may have computed it once before
+            # The user's hooks run after ours and must find this gradient, so it is sent when the next one is ready.
+            bucket = self.bucket_of[param]
+            bucket.ready.discard(param)  # a re-entrant checkpoint may have computed it once before
             self.send_full_buckets()
             if rounds.is_open:
-                bucket.ready.add(id(param))
+                bucket.ready.add(param)
         else:
-            bucket.ready.add(id(param))
-            if len(bucket.ready) == len(bucket.params):  # is_full, without a call for each parameter
-                self.send_full_buckets()
+            super().on_grad_ready(param)
 
     def _begin_round(self):
         rounds = self._rounds
         self._end_backward()  # a pass that failed has left its round open
-        rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))  # torch keeps it alive
+        # The queue of callbacks in torch's engine keeps the object alive until the pass ends.
+        rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))
         rounds.is_open = rounds.went_backward = True
         for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
-            bucket.ready.update([id(param) for param in bucket.params if not param.requires_grad])
+            bucket.ready.update([param for param in bucket.params if not param.requires_grad])
 
     def _end_backward(self):
         """Send gradients that the pass didn't compute as zero, at once: another rank may have them, and wait for us."""
@@ -147,12 +252,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _finish_round(self):
         for bucket in self.queue:
-            bucket.ready.update(map(id, bucket.params))
+            bucket.ready.update(bucket.params)
         self.send_full_buckets()
 
     def send_grads(self, bucket):
         rounds, used = self._rounds, [id(param) for param in bucket.params if param.grad is not None]
-        super().send_grads(bucket)
+        with named(f"{bucket.name}: reduce-scatter"):
+            super().send_grads(bucket)
         rounds.used.update(used)
         rounds.waiting.difference_update(used)
         if not self.queue:  # this was the last bucket
@@ -171,7 +277,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _grads_elsewhere(self):
         return self._rounds.went_backward
 
-    def _average_grads(self, arguments):
+    def _before_average(self, arguments):
+        """Agree with the other ranks, and send every gradient that hasn't been sent."""
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
@@ -179,20 +286,23 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         if error:
             self.zero_grad()
             raise error
-        self.sync_grads()
         return not was_synced
 
     def _agree(self, arguments):
-        """Send every gradient, and finish the same number of rounds on each rank. Return what `what_is_wrong` does."""
-        rounds, params = self._rounds, all_params(self)
-        wrong = what_is_wrong(rounds, params, self.buckets)
+        """Send every gradient, and finish the same number of rounds on each rank.
+
+        Returns for each parameter what is wrong with its gradient, on some rank, or 0.
+        """
+        rounds = self._rounds
+        params = self._params
+        faults = what_is_wrong(rounds, params, self.buckets)
         if rounds.is_synced:  # the ranks have agreed before: the others would not answer
-            return wrong
+            return [faults.get(id(param), 0) for param in params]
         if rounds.is_open or not rounds.n:
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
-        rounds.settings = {**comparable_settings(arguments), **settings_of(self.param_groups)}
-        used, wrong, n_rounds = agree_on_rounds(rounds, params, wrong, self._agreement_group)
+        rounds.settings = settings_of(self.param_groups, arguments)
+        used, wrong, n_rounds = agree_on_rounds(rounds, params, faults, self._agreement_group)
         while rounds.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
             self._finish_round()
         unused = {param for param, is_used in zip(params, used) if not is_used and id(param) not in rounds.with_zeros}
@@ -220,16 +330,17 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """Drop the gradients, including those already sent.
 
         Gradients become None, whatever `set_to_none` says. As in torch, it decides what becomes of a parameter that is
-        unused in the next step: True skips the parameter, False updates it by a gradient of zeros. Collective after a
-        backward pass, because what was sent must be received: every rank must have run one. A pass that failed before
-        its first gradient doesn't count; if that happens on some ranks only, the other ranks wait for them.
+        unused in the next step: True skips the parameter, False updates it by a gradient of zeros.
+
+        Collective after a backward pass, because what was sent must be received. If a rank has run none, or one that
+        failed before its first gradient, the other ranks wait for it.
         """
         rounds = self._rounds
         if rounds.waiting or rounds.went_backward:
             self._agree({})
         rounds.start()
         rounds.zero(rounds.with_grad, set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():  # reads each param.grad, but no parameter: needn't wait
+        with torch._C.DisableTorchFunctionSubclass():  # it reads param.grad alone, so it needn't wait for parameters
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -272,6 +383,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         for bucket in self.buckets:
             for r, (param, main) in zip(bucket.ranges, bucket.main_params.items()):
                 yield param, r.start, r.stop, main
+
+    def _buffers_in_words(self):
+        return f"; buckets: {len(self.buckets)}, with buffers of {self.bucket_buffer_bytes:,} bytes"
 
     @property
     def bucket_buffer_bytes(self):

@@ -75,7 +75,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own_groups.append({**hyperparameters(group), "params": owned})
         return own_groups
 
-    @torch.no_grad()
     def sync_grads(self):
         """Most buckets have arrived during the backward pass; wait for those still in flight."""
         while self.travelling:
@@ -109,7 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
         """Drop the gradients, also those already sent. What is in flight must arrive first, on every rank."""
-        self.sync_grads()
+        while self.travelling:
+            self.receive_oldest()
         for bucket in self.buckets:
             bucket.gradient.is_empty = True
         super().zero_grad()

@@ -38,7 +38,7 @@ class Rounds:
         used: ids of the parameters whose gradient this rank has sent. Ids, because a tensor's own hash is slow.
         lost: ids of those of them whose gradient `model.zero_grad()` should have dropped.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
-            round, `Bucket.ready` has their ids.
+            round, `Bucket.ready` has the parameters.
         unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
             main parameters have no gradient until the ranks agree again.
         with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
@@ -102,13 +102,14 @@ class BackwardPass:
 
 
 def what_is_wrong(rounds, params, buckets):
-    """Return LATE, LOST, MOVED or 0 for each of `params`, as this rank sees it; `agree_on_rounds` adds MISSING."""
-    by_autograd = rounds.waiting.union(*[bucket.ready for bucket in buckets])
-    assigned = {id(param) for param in params if param.grad is not None} - by_autograd  # so a user assigned these
+    """Return {id of a parameter: LATE, LOST or MOVED}, as this rank sees it; `agree_on_rounds` adds MISSING."""
+    moved = []
+    assigned = {id(param) for param in params if param.grad is not None} - rounds.waiting
+    for bucket in buckets:
+        assigned.difference_update(map(id, bucket.ready))  # autograd has made these: a user has assigned the others
+        moved += bucket.moved_params()
     late = assigned if rounds.is_synced else assigned & rounds.used
-    faults = dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST)
-    faults |= {id(param): MOVED for bucket in buckets for param in bucket.moved_params()}
-    return [faults.get(id(param), 0) for param in params]
+    return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
 def host_group(process_group, device):
@@ -127,17 +128,24 @@ def host_group(process_group, device):
     return HOST_GROUPS[group]
 
 
-def agree_on_rounds(rounds, params, wrong, process_group):
+def agree_on_rounds(rounds, params, faults, process_group):
     """Return whether any rank has used each of `params`, what is wrong with each, and the number of rounds. Collective.
 
     It runs in the step, and not when a backward pass ends, because until the step another pass may follow, gradients
     may be assigned, and a scheduler may set the lr.
+
+    faults: what this rank's `what_is_wrong` returns.
     """
-    have_grads = [param.grad is not None for param in params]
-    used = [id(param) in rounds.used or has_grad for param, has_grad in zip(params, have_grads)]
-    wrong = [fault or (MISSING if not is_used and param.requires_grad else 0)
-             for param, is_used, fault in zip(params, used, wrong)]
-    n_rounds = rounds.n + 1 if any(have_grads) else rounds.n  # no_sync() keeps gradients, which need one more
+    n_rounds = rounds.n
+    used = []
+    wrong = []
+    for param in params:
+        has_grad = param.grad is not None
+        if has_grad:
+            n_rounds = rounds.n + 1  # no_sync() has kept it: it needs one more round
+        is_used = has_grad or id(param) in rounds.used
+        used.append(is_used)
+        wrong.append(faults.get(id(param)) or (MISSING if param.requires_grad and not is_used else 0))
     checksum = checksum_of(rounds.settings)  # the ranks have the same if the largest equals the smallest
     report = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")

@@ -1,8 +1,8 @@
 """Half of three variants: the inner optimizer updates one bucket after the other, in the order of the forward pass.
 
 moments16 and remainder16 keep moments and main parameters packed between steps. This module unpacks them one bucket at
-a time, and never the whole 1/d at once. muon sends a bucket while it updates the next one. The optimizer must count
-steps per tensor, as torch's optimizers do; one that counts its calls is refused.
+a time, and never the whole 1/d at once. A bucket is sent while the next one is updated. The optimizer must count steps
+per tensor, as torch's optimizers do; one that counts its calls is refused.
 """
 
 import functools
@@ -17,7 +17,8 @@ class BucketByBucket(OverlapOptimizer):
         return bucket.parameter.main_shard
 
     def pack(self, bucket):
-        bucket.parameter.copy_main_to_model()
+        """Send a bucket's parameters as soon as they are updated."""
+        bucket.start_param_sync()
 
     def step_own(self):
         self.finish_param_sync()
@@ -28,6 +29,11 @@ class BucketByBucket(OverlapOptimizer):
             step_only(self.optimizer, bucket.main_params.values())
             bucket.gradient.is_empty = True
             self.pack(bucket)
+
+    def sync_params(self):
+        """Wait for the parameters unless they are prefetched: `pack` has sent them."""
+        if not self.prefetching:
+            self.finish_param_sync()
 
 
 def step_only(optimizer, chosen, step=None):

@@ -6,7 +6,7 @@ has the nan. Loss scalers (of torch, DeepSpeed, Megatron-LLaMA) look after the c
 users pass error_if_nonfinite to torch's clipping, which also looks at the average. modded-nanogpt has no such check.
 Wire: as in stage 4, and before the update one all-gather with a byte per parameter tensor. Memory: a flag per tensor.
 Costs: the backward pass reads each gradient once more. It does not work with GradScaler, which expects to find an inf
-and then skips the step. In a `Chained` all optimizers raise, or leave the step out, where one finds a nan.
+and then skips the step, nor for experts, whose ranks alone would raise.
 """
 
 import torch
@@ -18,22 +18,17 @@ from guard.scaling import gather
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
-class WithSkip:
-    """Counts in `n_skipped` the steps that `skip=True` has left out.
+class ShardedOptimizer(OverlapOptimizer):
+    """Stage 4's core, which refuses what is not finite.
 
     Attributes:
         is_finite: parameter -> whether all its gradients that have left since the last exchange are finite, a tensor.
-        _bad_grads: the error, which names parameters and ranks; "" while all gradients are finite.
     """
 
-    _checks_grads, _bad_grads, n_skipped = True, "", 0
+    def shard(self, groups):
+        self.is_finite = {}
+        return super().shard(groups)
 
-    def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, skip=False, **kwargs):
-        self.skip, self.is_finite = skip, {}
-        super().__init__(params, optimizer_cls, **kwargs)
-
-
-class CheckedOptimizer(OverlapOptimizer):
     @torch.no_grad()
     def send_grads(self, bucket):
         for param, grad in zip(bucket.params, bucket.grads()):
@@ -42,33 +37,29 @@ class CheckedOptimizer(OverlapOptimizer):
 
     def sync_grads(self):
         super().sync_grads()
-        is_finite, self.is_finite = self.is_finite, {}
-        if is_finite:  # the same parameters on each rank, and in the same order
-            group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
-            flags = gather(torch.stack([*is_finite.values()]).to(torch.uint8), group)
-            params, ranks = list(is_finite), dist.get_process_group_ranks(group)
-            if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (1 - flags).nonzero()]:
-                self._bad_grads = f"a gradient is nan or inf: of parameter {', '.join(bad)}"
-
-    def step_own(self):
-        """Step, raise, or leave the step out. Where there is a guard, it has decided before."""
-        error, self._bad_grads = self._bad_grads, ""
-        if not error:
-            return super().step_own()
-        if not self.skip:
+        if not self.is_finite:  # it was looked at before
+            return
+        group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
+        params = list(self.is_finite)  # the same on each rank, and in the same order
+        ranks = dist.get_process_group_ranks(group)
+        flags = gather(torch.stack([*self.is_finite.values()]).to(torch.uint8), group)
+        self.is_finite = {}
+        if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (1 - flags).nonzero()]:
             self.zero_grad()
-            raise RuntimeError(error)
-        self.finish_param_sync()
-        self.n_skipped += 1
+            raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
 
     def zero_grad(self, set_to_none=True):
-        self.is_finite, self._bad_grads = {}, ""
+        self.is_finite = {}
         super().zero_grad(set_to_none)
 
 
-class ShardedOptimizer(WithSkip, CheckedOptimizer):
-    """Stage 4's core, which refuses what is not finite."""
+class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
+    """The same with the guard.
 
+    Raises ValueError: `average_over` is given, because then ranks of other groups, which wait, would hear of no nan.
+    """
 
-class DistributedOptimizer(WithSkip, stage4_overlap.DistributedOptimizer, CheckedOptimizer):
-    """The same with the guard."""
+    def _refuse(self, named):
+        if self.average_over is not None:
+            raise ValueError("variants/finite.py takes no average_over: ranks outside of process_group would wait")
+        return super()._refuse(named)

@@ -6,12 +6,11 @@ Called elsewhere: num_distributed_optimizer_instances in Megatron-LM, HSDP in FS
 DeepSpeed. modded-nanogpt trains on one node, and does not need it.
 Wire, for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes within
 a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks.
-Costs: the state exists r times. Each backward pass averages its shards across the groups, and hides this behind its
-computation, as FSDP2 does. With `gradient_accumulation_steps=k`, the same on every rank, the first k - 1 passes after a
-step leave the average out, as FSDP2's set_requires_all_reduce(False) does. `step` averages what is left.
-`reshard` is refused. Call `save` on the ranks of one group only. Groups must run equally many backward passes, as ranks
-do in stage 4; with `gradient_accumulation_steps=math.inf`, where `step` alone averages, they may differ by group.
-Stage 4 is described here. `OnMesh` and `ReplicasOfStage3` do the same for stage 3, which sends once per step.
+Costs: the state exists r times. Each backward pass averages its shards across the groups while it computes, as FSDP2
+does. With `gradient_accumulation_steps=k`, the same on every rank, the first k - 1 passes after a step leave this
+average out, as FSDP2's set_requires_all_reduce(False) does, and `step` averages what is left. All groups must run
+equally many backward passes, or an all-reduce waits for ever. With `gradient_accumulation_steps=math.inf`, where `step`
+alone averages, groups may differ. `reshard` is refused. Call `save` on the ranks of one group only.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
@@ -23,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 import stage4_overlap
-from stage3_gradbuffer.buffer import Holds
-from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
@@ -48,8 +45,8 @@ class OnMesh:
         raise ValueError("reshard() doesn't know the groups of a mesh: save, and load on another mesh")
 
 
-class Replicas:
-    """Averages shards of gradients over the ranks of `across`."""
+class Replicas(OverlapOptimizer):
+    """Averages the shards of gradients over the ranks of `across`, too."""
 
     def shard(self, groups):
         self.n_passes = collections.Counter()  # bucket -> how often it has arrived since the last step
@@ -58,46 +55,46 @@ class Replicas:
             dist.broadcast(param.detach(), group=self.across, group_src=0)
         return super().shard(groups)
 
-    def start_average(self, shard):
-        """Start to average `shard` across the groups, in place. Return the dist.Work."""
-        shard /= dist.get_world_size(self.across)
-        return dist.all_reduce(shard, group=self.across, async_op=True)
-
-
-class ReplicasOfStage3(Replicas, GradBufferOptimizer):
-    def sync_grads(self):
-        """Average across the groups once, though the guard may call this several times before a step."""
-        unsent = [buffer for buffer in self.buffers if buffer.holds is not Holds.GRAD_SHARD]
-        super().sync_grads()
-        for work in [self.start_average(buffer.main_grad_shard) for buffer in unsent]:
-            work.wait()
-
-
-class ReplicasOfStage4(Replicas, OverlapOptimizer):
     def receive_oldest(self):
-        """Add the oldest bucket to its shard, and average the shard. Earlier averages in it are equal in all groups."""
+        """Add the oldest bucket to its shard, and average the shard.
+
+        The shard may have the average of an earlier pass. All groups have the same then, and so its average is itself.
+        """
         bucket = self.travelling[0].bucket
         if bucket in self.averages:
             self.averages[bucket].wait()
         super().receive_oldest()
         self.n_passes[bucket] += 1
         if self.n_passes[bucket] >= self.gradient_accumulation_steps:
-            self.averages[bucket] = self.start_average(bucket.gradient.shard)
+            self.start_average(bucket)
+
+    def start_average(self, bucket):
+        """Start to average the bucket's shard across the groups, in place."""
+        shard = bucket.gradient.shard
+        shard /= dist.get_world_size(self.across)
+        self.averages[bucket] = dist.all_reduce(shard, group=self.across, async_op=True)
 
     def sync_grads(self):
         super().sync_grads()
         for bucket in self.n_passes:  # in the same order on each rank
             if bucket not in self.averages:
-                self.averages[bucket] = self.start_average(bucket.gradient.shard)
+                self.start_average(bucket)
+        self.finish_averages()
+
+    def finish_averages(self):
         for work in self.averages.values():
             work.wait()
         self.averages.clear()
         self.n_passes.clear()
 
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        self.finish_averages()
 
-class ShardedOptimizer(OnMesh, ReplicasOfStage4):
+
+class ShardedOptimizer(OnMesh, Replicas):
     """Stage 4's core, over the second dimension of `mesh`, with replicas over the first."""
 
 
-class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, ReplicasOfStage4):
+class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, Replicas):
     """Stage 4 with its guard, over the same mesh."""

@@ -106,16 +106,6 @@ class ShardedOptimizer(BucketByBucket):
         self.bucket_cap_mb = self.bucket_cap_mb or min(transport.world_size * max(sizes_mib), sum(sizes_mib) / 12)
         return transport
 
-    def pack(self, bucket):
-        """Send a bucket's parameters as soon as they are updated."""
-        bucket.start_param_sync()
-
-    def sync_params(self):
-        if self.buckets[0].param_sync is None:  # changed without a step: by a schedule-free optimizer's eval()
-            super().sync_params()
-        elif not self.prefetching:
-            self.finish_param_sync()
-
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's, for any optimizer that steps tensors one by one."""

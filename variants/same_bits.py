@@ -23,8 +23,6 @@ number of threads. Whatever is random must depend on the step and the leaf alone
     optimizer.step()
 """
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 
@@ -195,9 +193,8 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
             raise ValueError("step() takes no closure here: run the leaves, and pass the losses to mean_over_leaves()")
         return super().step(grad_scaler=grad_scaler)
 
-    def no_sync(self):
-        """Do nothing: micro-batches are sent once per step anyway, and each must be a leaf."""
-        return contextlib.nullcontext()
+    def set_requires_gradient_sync(self, requires_gradient_sync):
+        """Do nothing, and so in `no_sync`: micro-batches are sent once per step anyway, and each must be a leaf."""
 
     @property
     def _n_averaged(self):

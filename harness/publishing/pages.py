@@ -195,6 +195,8 @@ PICTURES = {"network.svg": lambda: links.steps_picture(saved.load("network.json"
             "gpu_overlap.svg": lambda: drawn_steps("cuda.json"),
             "plan.svg": lambda: drawn_steps("plan.json"),
             "same_bits.svg": lambda: losses.picture(saved.load("losses.json"))}
+PICTURES |= {name.replace(".svg", "_dark.svg"): lambda draw=draw: pictures.in_dark(draw())
+             for name, draw in PICTURES.items()}
 
 
 def drawn_steps(name):

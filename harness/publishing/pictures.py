@@ -14,7 +14,8 @@ RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["De
       "grid.color": "#888888", "grid.alpha": 0.25, "xtick.color": "#888888", "ytick.color": "#888888",
       "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
       "figure.constrained_layout.use": True}
-STYLE = "<style>text{fill:#444!important} @media (prefers-color-scheme:dark){text{fill:#bbb!important}}</style>"
+# By what a file's name ends in. GitHub's theme needn't be the system's, so a page has a <picture> of both files.
+STYLES = {"": "<style>text{fill:#444!important}</style>", "_dark": "<style>text{fill:#bbb!important}</style>"}
 
 
 def can_draw():
@@ -32,12 +33,17 @@ def panels(n_rows, n_columns, inches):
 
 
 def drawn(figure):
-    """Return a figure as SVG, readable on light and dark."""
+    """Return a figure as SVG, for a light page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     text = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", file.getvalue())  # a hundredth is invisible
-    text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLE}<defs>", 1)  # a path is one line
+    text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLES['']}<defs>", 1)  # a path is one line
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def in_dark(svg):
+    """Return a picture of `drawn` for a dark page."""
+    return svg.replace(STYLES[""], STYLES["_dark"])
 
 
 PARAMETERS = ("all_gather", "broadcast")

@@ -2,7 +2,7 @@
 // What is shown is a function of (program, frame) alone: going back shows the same picture as going there.
 
 let DATA, speed = 1;
-const MS_A_WORD = 143, FLIGHT_MS = 1300, MS_BETWEEN_FLIGHTS = 500; // 35 words take 5 s
+const MS_A_WORD = 143, FOLLOWED_MS = 1600, TOGETHER_MS = 1200; // 35 words take 5 s
 const $ = (id) => document.getElementById(id);
 const WORDS = {
   gradient: "own gradient", share: "gradient ÷ d", average: "average", old: "old parameter", new: "new parameter",
@@ -46,7 +46,7 @@ class Player {
       one.start = Math.min(...one.arrows.map((a) => a[3]));
       one.end = Math.max(...one.arrows.map((a) => a[4]));
       const params = one.params.map((i) => `p${i}`).join(" ");
-      one.line = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})` : one.kind;
+      one.line = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})` : one.whole;
     }
     this.rows = this.makeRows();
     this.phases = this.makePhases();
@@ -145,8 +145,13 @@ function writeValue(x, y, size, kind, text) {
   return write(x + size / 2 - 0.5, y, `value ${kind}`, text, { style });
 }
 
+/** At most five characters: eighths are written as such, because an average over 2, 4 or 8 ranks has them. */
 function number(value) {
   if (value === null) return "?";
+  const eighths = 8 * (Math.abs(value) % 1);
+  if (eighths && Number.isInteger(eighths) && Math.abs(value) < 1000) {
+    return `${value < 0 ? "-" : ""}${Math.trunc(Math.abs(value)) || ""}${"⅛¼⅜½⅝¾⅞"[eighths - 1]}`;
+  }
   const texts = [5, 4, 3, 2].map((digits) => `${+value.toPrecision(digits)}`);
   return texts.find((text) => text.length <= 5) || value.toExponential(0);
 }
@@ -220,6 +225,7 @@ function drawOverlap(p, width, high, from, k) {
 
 // ------------------------------------------------------------------------------------------------ beats and lines
 
+const WITH_D = ["idea-2", "idea", "idea-8"]; // as the slider has them
 const now = { id: "0", k: 0, beat: 0, playing: false }; // beat: -1 where lines are shown, one by one
 
 const beats = () => player(now.id).beats;
@@ -229,8 +235,9 @@ const since = () => {
   return now.beat < 0 || player(now.id).bug ? now.k - 1 : now.k;
 };
 const isLast = () => now.beat >= beats().length - 1;
-const stages = () => DATA.programs.filter(({ hidden, bug }) => !hidden && !bug);
-const nextStage = () => stages()[stages().findIndex(({ id }) => id === now.id) + 1];
+const stages = () => DATA.programs.filter(({ hidden, bug, tab }) => !hidden && !bug && !tab);
+const isNow = ({ id }) => id === (player(now.id).tab || now.id);
+const nextStage = () => stages()[stages().findIndex(isNow) + 1];
 
 /** Show a beat; if it `moves`, with all that has been sent since the beat before -> the ms that this takes. */
 function toBeat(beat, moves = false) {
@@ -291,23 +298,24 @@ function land() {
   $("flying").innerHTML = "";
 }
 
-/** Cells fly as they left: from where they lay to where they arrive. What they bring is drawn when the last is there:
-    until then a panel shows memory as it was. Two messages are in flight together, if they were. -> the ms of it all */
+/** Cells fly as they left: from where they lay to where they arrive. First one message alone, with its values, then all
+    others of the operation. What they bring is drawn when the last is there. One operation follows the other, also where
+    they were in flight together. -> the ms of it all */
 function fly() {
   const panels = sides(), shown = panels.map(([, k]) => k), later = (ms, action) => landings.push(setTimeout(action, ms / speed));
   let ms = 0;
   panels.forEach(([p, k, from], panel) => {
-    const arriving = p.operations.filter(({ end }) => from < end && end <= k).sort((a, b) => a.end - b.end), lands = [];
-    const pace = (FLIGHT_MS + MS_BETWEEN_FLIGHTS * (arriving.length - 1)) / (arriving.length + 1);
+    const arriving = p.operations.filter(({ end }) => from < end && end <= k).sort((a, b) => a.end - b.end);
     if (arriving.length) shown[panel] = arriving[0].end - 1;
     arriving.forEach((operation, i) => {
-      lands.push((i + 2) * pace);
-      const start = Math.max(i * pace, ...lands.filter((_, earlier) => arriving[earlier].end <= operation.start));
-      const after = arriving[i + 1] ? arriving[i + 1].end - 1 : k;
-      later(start, () => operation.moves.forEach((move, a) =>
-        flyCells(p, panel, operation.arrows[a], move, lands[i] - start)));
-      later(lands[i], () => { shown[panel] = after; drawPanels(shown); });
-      ms = Math.max(ms, lands[i]);
+      const after = arriving[i + 1] ? arriving[i + 1].end - 1 : k, messages = [...operation.moves.keys()];
+      if (!i) {
+        later(ms, () => flyMessages(p, panel, operation, messages.slice(0, 1), FOLLOWED_MS, true));
+        ms += FOLLOWED_MS;
+      }
+      later(ms, () => flyMessages(p, panel, operation, messages.slice(i ? 0 : 1), TOGETHER_MS, false));
+      ms += TOGETHER_MS;
+      later(ms, () => { $("flying").innerHTML = ""; shown[panel] = after; drawPanels(shown); });
     });
   });
   if (ms) {
@@ -317,21 +325,28 @@ function fly() {
   return ms;
 }
 
-/** What one rank sends to another in some ms: ranks that are further away arrive later. */
-function flyCells(p, panel, [sender, receiver, , start], [source, first, target, targetFirst, n], ms) {
-  const wait = (ms / 6) * ((receiver - sender + p.ranks - 1) % p.ranks), cells = p.states[start].cells[source];
-  for (let i = 0; i < n; i++) {
-    const here = rectOf(source, first + i, panel), there = rectOf(target, targetFirst + i, panel);
-    if (!here || !there || cells[first + i].kind === "padding") continue;
-    const [from, to] = [here, there].map((one) => one.getBoundingClientRect());
-    const { kind, element, value } = cells[first + i], owner = element === null ? -1 : p.owners[element];
-    const flying = document.createElementNS("http://www.w3.org/2000/svg", "g");
-    flying.innerHTML = cellRect(kind, owner, from.x, from.y, from.width, from.height)
-      + (from.width > 18 ? writeValue(from.x, from.bottom - 4, from.width, kind, number(value)) : "");
-    $("flying").append(flying);
-    const path = [[0, 0], [(to.x - from.x) / 2, (to.y - from.y) / 2 - 14], [to.x - from.x, to.y - from.y]];
-    flying.animate(path.map(([x, y]) => ({ transform: `translate(${x}px,${y}px)` })),
-      { duration: (ms * 2) / 3 / speed, delay: wait / speed, easing: "ease-in-out", fill: "both" });
+/** Some messages of an operation, in some ms: to ranks that are further away they take longer. What is summed goes when
+    it arrives, and what is gathered stays. */
+function flyMessages(p, panel, { kind: operationKind, arrows, moves }, messages, ms, isFollowed) {
+  for (const message of messages) {
+    const [sender, receiver, , start] = arrows[message], [source, first, target, targetFirst, n] = moves[message];
+    const wait = isFollowed ? 0 : (ms / 2 / p.ranks) * ((receiver - sender + p.ranks - 1) % p.ranks);
+    const cells = p.states[start].cells[source];
+    for (let i = 0; i < n; i++) {
+      const here = rectOf(source, first + i, panel), there = rectOf(target, targetFirst + i, panel);
+      if (!here || !there) continue;
+      const [from, to] = [here, there].map((one) => one.getBoundingClientRect());
+      const { kind, element, value } = cells[first + i], owner = element === null ? -1 : p.owners[element];
+      const flying = document.createElementNS("http://www.w3.org/2000/svg", "g"), hasValue = isFollowed && from.width > 18;
+      flying.innerHTML = cellRect(kind, owner, from.x, from.y, from.width, from.height)
+        + (hasValue ? writeValue(from.x, from.bottom - 4, from.width, kind, kind === "padding" ? "·" : number(value)) : "");
+      if (isFollowed) flying.setAttribute("class", "followed");
+      $("flying").append(flying);
+      const path = [[0, 0], [to.x - from.x, to.y - from.y]].map(([x, y]) => ({ transform: `translate(${x}px,${y}px)` }));
+      const duration = isFollowed ? ms : ms / 2;
+      const flight = flying.animate(path, { duration: duration / speed, delay: wait / speed, easing: "ease-in-out", fill: "both" });
+      if (operationKind.includes("reduce")) flight.onfinish = () => flying.remove();
+    }
   }
 }
 
@@ -340,6 +355,9 @@ function flyCells(p, panel, [sender, receiver, , start], [source, first, target,
 function draw() {
   land();
   const p = player(now.id), beat = now.beat >= 0 ? beats()[now.beat] : null;
+  document.body.classList.toggle("compares", Boolean(beat && p.beside && !p.bug));
+  $("group").hidden = !WITH_D.includes(now.id);
+  if (!$("group").hidden) [$("d").value, $("d-is").textContent] = [Math.log2(p.ranks), p.ranks];
   const [name, , , , doc] = p.functions[p.place(0, now.k)[0]];
   const says = beat ? beat.says : `${name}: ${(doc || "a line of it").split("\n")[0]}`;
   if ($("says").textContent !== says) $("says").textContent = says;
@@ -421,8 +439,13 @@ function drawPanels(shown = sides().map(([, k]) => k)) {
   const height = (box.parentElement.clientHeight - taken) / (all.length / across) - (isPair ? 30 : 8);
   const isThere = (q, row, ks) => ks.some((k) => row.slots.some((_, rank) =>
     q.drawn(row, rank, k).some((s) => isAlive(q.states[k].cells[s]))));
+  const isWritten = (q, row, k, from) => row.slots.some((_, rank) => q.drawn(row, rank, k).some((s) =>
+    q.states[k].cells[s].some(({ kind, by }) => by > from && !["freed", "garbage"].includes(kind))));
+  // Two panels below each other, on a phone: there is room for the row that the beat is about, or for what has changed.
+  const isChosen = (q, row, k, from) => row.name === beat?.look || (!p.bug && row.name !== "exp_avg_sq"
+    && (isWritten(q, row, k, from) || (k === from && row.name !== "parameters")));
   const rowsOf = (q, k, from) => q.rows.filter((row) => !isNarrow() || (isThere(q, row, [k, Math.max(0, from)])
-    && (!p.bug || row.name === beat?.look || !isPair)));
+    && (!isPair || isChosen(q, row, k, from))));
   box.innerHTML = all.map(([q, k, from, title]) => {
     const memory = drawMemory(q, k, from, width, height, beat && beat.look, rowsOf(q, k, from));
     return `<div class="panel">${isPair ? `<h2>${title}</h2>` : ""}${memory}</div>`;
@@ -480,18 +503,18 @@ function drawFooter(p) {
   $("slider").style = `margin-left: ${left - 8}px; width: ${width - left + 16}px`; // below the band
   Object.assign($("slider"), { max: p.frames.length - 1, value: now.k });
   const beat = `beat ${now.beat + 1} of ${beats().length}`, next = nextStage();
-  $("inspector").textContent = `Ψ = ${p.param.length} parameters, d = 4 ranks. Hover over, tap or focus a cell to read what it is.`;
+  $("inspector").textContent = `Ψ = ${p.param.length} parameters, d = ${p.ranks} ranks. Hover over, tap or focus a cell to read what it is.`;
   $("next").hidden = !(now.beat >= 0 && isLast() && next);
   if (next) Object.assign($("next"), { href: `#${next.id}`, textContent: `next: ${/^\d/.test(next.short) ? "stage " : ""}${next.short.replace(/(\d) .*/, "$1")} →` });
   $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : beat;
-  const shown = DATA.programs.filter((one) => !one.hidden), isNow = (one) => one.id === now.id;
+  const bugs = DATA.programs.filter(({ bug }) => bug);
   const isCalculating = document.body.classList.contains("calculates");
   const tab = (one) => tag("a", { href: `#${one.id}`, role: "tab", "aria-selected": isNow(one) && !isCalculating },
     `${escape(one.short).replace(" ", " <span>")}</span>`);
   const option = (one) => tag("option", { value: one.id, ...(isNow(one) && { selected: "" }) }, escape(one.short));
-  const calculator = tag("a", { href: "#calculator", role: "tab", "aria-selected": isCalculating }, "bytes");
-  $("programs").innerHTML = shown.filter((one) => !one.bug).map(tab).join("") + calculator;
-  $("bugs").innerHTML = `<option value="">–</option>${shown.filter((one) => one.bug).map(option).join("")}`;
+  const calculator = tag("a", { href: "#bytes", role: "tab", "aria-selected": isCalculating }, "bytes");
+  $("programs").innerHTML = stages().map(tab).join("") + calculator;
+  $("bugs").innerHTML = `<option value="">–</option>${bugs.map(option).join("")}`;
   $("lines").setAttribute("aria-pressed", now.beat < 0);
 }
 
@@ -563,8 +586,9 @@ function swipe({ changedTouches: [to] }) {
 /** What a link says: #4.7 is a beat, #4/118 a line. */
 function follow() {
   const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^/.]*)([/.]?)(.*)$/) || [];
-  showCalculator(id === "calculator");
-  if (id === "calculator") {
+  const isCalculating = ["bytes", "calculator"].includes(id);
+  showCalculator(isCalculating);
+  if (isCalculating) {
     drawFooter(player(now.id));
     return;
   }
@@ -579,7 +603,7 @@ async function start() {
   const picture = (kind) => tag("svg", { width: 22, height: 12 }, cellRect(kind, 0, 1, 1, 20, 10));
   const sample = (kind) => `<span>${picture(kind)}${WORDS[kind]}</span>`;
   const kinds = ["gradient", "share", "average", "old", "new", "stale", "moment", "garbage"];
-  $("legend").innerHTML = `<span>colour: the rank that updates it</span>${kinds.map(sample).join("")}`;
+  $("legend").innerHTML = `<span>colour: the rank that updates it; brown: every rank</span>${kinds.map(sample).join("")}`;
   const actions = {
     back: () => step(-1), forward: () => step(1), up: () => toFrame(now.k - 1), down: () => toFrame(now.k + 1),
     again: () => (now.beat < 0 ? toFrame(now.k) : toBeat(now.beat, true)),
@@ -588,6 +612,7 @@ async function start() {
   for (const [id, action] of Object.entries(actions)) $(id).onclick = paused(action);
   $("play").onclick = () => play(!now.playing);
   $("slider").oninput = paused(() => toFrame(+$("slider").value));
+  $("d").oninput = paused(() => select(WITH_D[$("d").value - 1], now.beat));
   $("bugs").onchange = paused(() => select($("bugs").value || now.id));
   $("band").onclick = ({ target }) => {
     const phase = target.closest(".phase");

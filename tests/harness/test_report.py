@@ -52,6 +52,16 @@ def test_every_picture_agrees_with_its_json(name):
     assert drawn == text, "run make report"
 
 
+def test_pages_show_every_picture_in_two_themes():
+    names = subprocess.check_output(["git", "ls-files", "*.md"], cwd=HERE, text=True).split()
+    for path in (HERE / name for name in names):
+        text = path.read_text(encoding="utf-8")
+        shown = re.findall(r'<img src="([^"]+)\.svg"', text)
+        pairs = re.findall(r'scheme: dark\)" srcset="([^"]+)_dark\.svg">\n<img src="([^"]+)\.svg"', text)
+        assert pairs == [(name, name) for name in shown] and not re.search(r"!\[.*\.svg", text), path.name
+        assert all((path.parent / f"{name}{theme}.svg").exists() for name in shown for theme in ("", "_dark"))
+
+
 def test_every_block_stands_once_and_every_figure_somewhere_and_an_unknown_one_is_an_error():
     text = "".join(path.read_text() for path in pages.files())
     assert sorted(re.findall(r"<!-- report: (\w+) -->", text)) == sorted(pages.BLOCKS)

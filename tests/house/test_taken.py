@@ -11,8 +11,9 @@ from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of
 
-OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "scale_grads_", "no_sync", "average_over"}
-OF_CHECKPOINT = {"pieces", "make_optimizer", "pass_on_hyperparameters", "refuse_different_settings", "has_grads"}
+OF_USERS = {"finish_grad_sync", "clip_grad_norm_", "scale_grads_", "no_sync", "set_requires_gradient_sync",
+            "average_over"}
+OF_CHECKPOINT = {"pieces", "make_optimizer", "refuse_different_settings", "has_grads"}
 OF_BUFFERS = {"move_to", "rank", "world_size"}
 OF_STAGE = [{"average_gradients"}, {"average_gradients"}, OF_BUFFERS,
             {*OF_BUFFERS, "find_unused_parameters", "bucket_buffer_bytes"}]

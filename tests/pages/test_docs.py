@@ -62,8 +62,8 @@ def broken_links(page):
     for line, target in page.links:
         name, _, anchor = target.partition("#")
         path = page.path.parent / name if name else page.path
-        if re.match(r"[a-z][a-z0-9+.-]*:", target):
-            continue  # not of this project
+        if re.match(r"[a-z][a-z0-9+.-]*:|\.\./\.\./deployments/", target):
+            continue  # not of this project, or a page that GitHub has of the repository, of a fork too
         if name and not path.exists():
             yield line, f"a link to {target}: there is no {name}"
         elif anchor and path.suffix == ".md" and anchor not in (

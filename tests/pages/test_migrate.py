@@ -144,8 +144,10 @@ SAVE = '        save(f"runs/stage4/step-{step + 1:08}", model, optimizer, extra)
 
 def test_a_save_on_rank_0_alone_ends_at_the_time_out(folder):
     alone = edited(AFTER, (SAVE, f"        if dist.get_rank() == 0:\n    {SAVE}"), ("= connect()", "= connect(20)"))
-    for ended in run_in(folder, alone):
-        assert ended.code == 1 and "Timed out waiting 20000ms" in ended.stderr, ended.stderr
+    ranks = run_in(folder, alone)
+    assert [ended.code for ended in ranks] == [1, 1], ranks
+    # Who waits longest may see the connection of the other one end first.
+    assert any("Timed out waiting 20000ms" in ended.stderr for ended in ranks), ranks
 
 
 def test_the_state_of_rank_0_alone_is_refused_when_it_is_loaded(folder):

@@ -1,4 +1,4 @@
-"""docs/watch.html: of the present cores, its beats true, and in a real browser as it should be."""
+"""docs/watch.html and the pictures: of the present cores; what they move is what is sent; and in a real browser."""
 
 import base64
 import contextlib
@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness.measuring import ledger
 from harness.planning import alone
 from harness.publishing import row_names
 from harness.publishing.row_names import RowId
@@ -24,7 +25,7 @@ from tests.ranks import ROOT
 
 
 def data_of(text):
-    """-> what a page holds, {stamp, programs}; and the text of the page without it."""
+    """Return what a page holds, {stamp, programs}, and the text of the page without it."""
     head, packed, tail = re.split(r'(?<=id="data">)(.*?)(?=</script>)', text, maxsplit=1, flags=re.DOTALL)
     return json.loads(gzip.decompress(base64.b64decode(packed))), head + tail
 
@@ -33,11 +34,11 @@ TEXT = page.PAGE.read_text(encoding="utf-8")
 DATA, REST = data_of(TEXT)
 PROGRAMS = {program["id"]: program for program in DATA["programs"]}
 STAGES = list("01234")
+IDEAS = ["idea", "idea-2", "idea-8"]
 BUGS = [shown.id for shown in page.SHOWN if shown.is_bug]
 NEW = "make show HTML=1"
 PICTURES = scenes.pictures(PROGRAMS)
-# Bytes that a rank sends in a step, and holds after one: a mean over the ranks.
-COUNTED = {"0": (96, 256), "1": (144, 160), "2": (156, 160), "3": (96, 160), "4": (96, 144)}
+HELD = {"0": 256, "1": 160, "2": 160, "3": 160, "4": 144}  # bytes after a step, a mean over the ranks
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright")
 MISSING = "no chromium" if not CHROMIUM else "" if HAS_PLAYWRIGHT else "no playwright: pip install .[browser]"
@@ -55,52 +56,91 @@ def test_pictures_are_drawn_from_the_recordings_of_the_page_and_all_is_small_and
             path = ROOT / "results" / f"{name}{theme}.svg"
             text = path.read_text(encoding="utf-8")
             assert text == picture.svg(theme), f"{path.name}: {NEW}"
-            assert len(text.encode()) <= (60_000 if name == "watch" else 80_000)
+            assert len(text.encode()) <= 80_000
             ElementTree.fromstring(text)
     assert len(TEXT.encode()) < 700_000
     assert not re.search(r'(?:src|href)="(?!data:|\.\./|#|\$)|@import|url\((?!#)|https?://(?!www\.w3\.org/)', REST)
 
 
+# --------------------------------------------------------------------------------------- what moves is what is sent
+
+
+@pytest.mark.parametrize("id", [*IDEAS, *STAGES])
+def test_a_program_moves_the_bytes_that_the_ledger_counts_and_says_so(id):
+    """Cells that move, times 4 bytes of fp32; what its arrows say; the formula; the sentence of a beat."""
+    program = PROGRAMS[id]
+    for recording in filter(None, (program, PROGRAMS.get(program.get("beside")))):
+        n_cells = sum(move[4] for operation in recording["operations"] for move in operation["moves"])
+        n_bytes = sum(arrow[2] for operation in recording["operations"] for arrow in operation["arrows"])
+        assert n_bytes == 4 * n_cells == recording["ranks"] * recording["sent_bytes"]
+    assert program["formula"]["sent_bytes"] == program["sent_bytes"]
+    assert program["formula"]["ddp_sent"] == PROGRAMS["0"]["sent_bytes"] or id in IDEAS
+    assert any(f" {program['sent_bytes']:g} B" in beat["says"] for beat in program["beats"])
+    kinds = Counter((operation["kind"], operation["whole"]) for operation in program["operations"])
+    reduced = ("reduce-scatter", "all-reduce"), ("all-gather", "all-reduce")
+    assert all(kinds[half] == (id in "012") for half in reduced), "an all-reduce is its two halves"
+
+
 @pytest.mark.parametrize("id", scenes.SCENES)
-def test_a_scene_has_six_to_eight_beats_of_three_to_four_seconds_and_few_words(id):
-    """Its captions are cut from the sentences of the page; and together flies what was in flight together."""
+def test_a_scene_moves_the_bytes_that_the_ledger_counts_and_says_so(id):
+    picture, program = PICTURES[f"watch_{id}"], PROGRAMS[id]
+    assert 4 * sum(map(len, picture.flights.values())) == 4 * program["sent_bytes"]
+    ends = {span[1]: shape for shape, spans in picture.spans.items() for span in spans if "has sent" in str(shape)}
+    assert f"each rank has sent {program['sent_bytes']:g} B (DDP: {PROGRAMS['0']['sent_bytes']:g} B" in ends[max(ends)]
+
+
+@pytest.mark.parametrize("system", hero.SYSTEMS, ids=lambda system: system.title)
+def test_the_first_picture_moves_the_bytes_of_an_all_reduce_and_its_clock_is_the_ladders(system):
+    """A cell is a quarter of the parameters; `sent` is in values per parameter."""
+    picture = hero.Picture("", 1, 100, 0)
+    hero.draw(picture, 0, system, 0)
+    sent = sum(map(len, picture.flights.values())) / 4 / 4
+    assert sent == ledger.wire_bytes("all_reduce", 1, 4, "nccl")
+    assert any(f"{system.held_bytes} bytes, and sends {sent:g} values" in str(shape) for shape in picture.spans)
+    ladder = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = {"DDP": "DDP", "Stage 3": "3 grad buffer", "Stage 4": "4 overlap"}[system.title]
+    measured = float(re.search(rf"^\| {row}.*\| ([\d.]+) \|$", ladder, re.MULTILINE)[1])
+    assert system.end / hero.SYSTEMS[0].end == pytest.approx(measured, rel=0.06), "a length isn't what README.md has"
+    computed = sum(stop - start for start, stop in system.forward)
+    exchanged = [stop - start for start, stop in (system.reduce_scatter, system.all_gather)]
+    assert (computed, exchanged) == (pytest.approx(hero.FORWARD), [pytest.approx(hero.HALF)] * 2), "equal work"
+
+
+@pytest.mark.parametrize("id", scenes.SCENES)
+def test_a_scene_has_eight_to_twelve_captions_of_two_lines_and_one_thing_moves_at_a_time(id):
+    """A caption is cut from a sentence of the page. Values fly in one message alone."""
     captions, _, flights, end = scenes.timetable(PROGRAMS[id])
     starts = [second for second, _ in captions] + [end]
-    assert 6 <= len(captions) <= 8 and len(flights) == len(PROGRAMS[id]["operations"])
-    assert all(3 <= stop - start <= 4 for start, stop in itertools.pairwise(starts)), starts
+    assert 8 <= len(captions) <= 12 and all(2 <= stop - start <= 9 for start, stop in itertools.pairwise(starts))
     for _, beat in captions:
-        assert len(beat["caption"].split()) <= 12 and beat["caption"][1:] in beat["says"], beat["caption"]
-    for (_, stop, earlier), (start, _, later) in itertools.combinations(flights, 2):
-        assert start >= stop or scenes.span_of(later)[0] < scenes.span_of(earlier)[1]
-
-
-@pytest.mark.parametrize("system", [hero.DDP, hero.SHARDED], ids=["ddp", "sharded"])
-def test_the_words_of_the_first_picture_change_when_what_runs_changes(system):
-    begins = {second for second, _ in system["runs"]} | {4}  # a half of each all-reduce
-    assert {second for second, _ in system["words"]} == begins | {0, system["done"]} >= set(system["flight"][2:])
+        assert len(beat["caption"]) <= 112 and beat["caption"].split(". ")[0][1:] in beat["says"], beat["caption"]
+    assert all(later.start >= earlier.stop for earlier, later in itertools.pairwise(flights))
+    followed = {}
+    for span, cells in PICTURES[f"watch_{id}"].flights.items():
+        if any(cell.words for cell in cells):
+            followed.setdefault(span[:2], []).extend((cell.y, cell.x) for cell in cells)
+    assert followed and all(len(set(cells)) == len(cells) <= 5 for cells in followed.values())
+    first = next(beat for _, beat in captions if "garbage" in beat["caption"])
+    assert "nobody reads it" in first["caption"], "what garbage is stands where it is first seen"
 
 
 # ----------------------------------------------------------------------------------------------------------- beats
 
 
 def held(program, last):
-    """-> bytes, a mean over the ranks."""
+    """Return bytes, a mean over the ranks."""
     memory = Memory(program, last)
     return sum(program["storages"][s]["nbytes"] for s, cells in memory.cells.items() if cells) / program["ranks"]
 
 
-def after_step(program):
-    return next(at for at, *_ in beats.visits(program, "optimizer.zero_grad()")) - 1
-
-
 @pytest.mark.parametrize("id", ["idea", *STAGES, *BUGS])
 def test_beats_are_those_of_the_file_and_their_lines_the_cores(id):
-    program, written = PROGRAMS[id], beats.BEATS[id]
-    assert len(written) == 3 if id in BUGS else len(written) == 5 if id == "idea" else 8 <= len(written) <= 12
+    program = PROGRAMS[id]
+    n_beats = [3] if id in BUGS else [5] if id == "idea" else range(8, 14)
+    assert len(program["beats"]) in n_beats
     assert program["beats"] == beats.resolved(id, program, PROGRAMS.get(program.get("beside")))
     at = [beat["frame"] for beat in program["beats"]]
     assert at == sorted(at) and at[-1] < len(program["frames"]) and (id not in STAGES or at[0] == 0)
-    assert len(program["beats"]) == len(written) and {len(one["params"]) for one in PROGRAMS.values()} == {3, 5, 6}
     rows = {one["row"] for one in program["storages"]}
     for beat in program["beats"]:
         assert 1 <= len(beat["lines"]) <= 5 and len(beat["says"]) < 200 and beat["look"] in {"", *rows}
@@ -111,23 +151,18 @@ def test_beats_are_those_of_the_file_and_their_lines_the_cores(id):
 
 
 @pytest.mark.parametrize("id", STAGES)
-def test_counters_end_at_the_formulas_every_rank_owns_some_and_buckets_are_a_quarter(id):
+def test_bytes_held_end_at_the_formula(id):
     program = PROGRAMS[id]
-    sent = sum(arrow[2] for operation in program["operations"] for arrow in operation["arrows"]) / program["ranks"]
-    formula, ends = program["formula"], len(program["frames"]) - 1
-    assert sent == formula["sent_bytes"]
-    assert held(program, after_step(program)) == formula["held_bytes"]
+    after_step = next(at for at, *_ in beats.visits(program, "optimizer.zero_grad()")) - 1
+    assert held(program, after_step) == program["formula"]["held_bytes"] == HELD[id]
     released = 4 * sum(program["params"]) if id in "012" else 0  # gradients; stages 3 and 4 keep their buffers
-    assert held(program, ends) == formula["held_bytes"] - released
+    assert held(program, len(program["frames"]) - 1) == HELD[id] - released
     assert set(program["owners"]) == ({-1} if id == "0" else set(range(4)))
-    assert (formula["ddp_sent"], formula["ddp_held"]) == COUNTED["0"]
-    assert (sum(program["params"]), formula["sent_bytes"], formula["held_bytes"]) == (16, *COUNTED[id])
-    assert id != "4" or Counter(one["kind"] for one in program["operations"]) == {"reduce-scatter": 4, "all-gather": 4}
 
 
 @pytest.mark.parametrize("id", PROGRAMS)
 def test_what_flies_left_as_it_is_drawn_and_a_sum_is_drawn_when_all_of_it_has_arrived(id):
-    """Moves are of cells that are there, and never of garbage; gradients become averages where they land."""
+    """Moves are of cells that are there; gradients become averages where they land, and not before."""
     program = PROGRAMS[id]
     for operation in program["operations"]:
         ends = max(arrow[4] for arrow in operation["arrows"])
@@ -137,18 +172,17 @@ def test_what_flies_left_as_it_is_drawn_and_a_sum_is_drawn_when_all_of_it_has_ar
             waiting, landed = (Memory(program, frame).cells[target][target_first : target_first + n_cells]
                                for frame in (ends - 1, min(ends, len(program["frames"]) - 1)))
             assert [program["storages"][storage]["rank"] for storage in (source, target)] == [sender, receiver]
-            assert n_bytes in (4 * n_cells, 2 * 4 * n_cells // 4)  # of an all-reduce, a part twice
+            assert n_bytes == 4 * n_cells
             if id in STAGES:
-                kinds = {kind for _, kind, *_ in left} - {"padding", "zero"}
-                assert kinds <= ({"gradient", "share"} if "reduce" in operation["kind"] else {"new", "garbage"}), kinds
-                assert "garbage" not in kinds or operation["kind"] == "all-gather"
+                is_sum = operation["kind"] == "reduce-scatter"
+                sent = {"gradient", "share"} if is_sum else {"average"} if operation["what"] == "gradients" else {"new"}
+                assert {kind for _, kind, *_ in left} <= {*sent, "padding", "zero", *(() if is_sum else ("garbage",))}
                 elements = [{went[2], came[2]} - {None} for went, came in zip(left, landed)]
                 assert all(len(pair) <= 1 for pair in elements), "another element lands"
-            if "reduce" in operation["kind"]:
+                kinds = {kind for _, kind, *_ in landed}
+                assert not is_sum or "average" in kinds or kinds <= {"zero", "padding", "garbage"}
+            if operation["kind"] == "reduce-scatter":
                 assert "average" not in {kind for _, kind, *_ in waiting}
-            if operation["kind"] == "reduce-scatter" and id in STAGES:
-                assert "average" in {kind for _, kind, *_ in landed} or {kind for _, kind, *_ in landed} <= {
-                    "zero", "padding", "garbage"}
 
 
 def differences(wrong, frame, right, other):
@@ -236,6 +270,26 @@ def test_pictures_play_as_images(started, tmp_path, scheme, theme):
         assert len(shots) == 3, name
 
 
+FLOWN = """async () => {
+    let flown = 0;
+    new MutationObserver((all) => all.forEach((one) => { flown += one.addedNodes.length; }))
+        .observe($("flying"), { childList: true });
+    speed = 12;
+    while (!isLast()) await new Promise((done) => setTimeout(done, (step(1) || 0) / speed + 50));
+    return flown; }"""
+
+
+@in_a_browser
+@pytest.mark.parametrize("program", [*IDEAS, *STAGES])
+def test_the_page_flies_the_cells_that_the_ledger_counts(started, program):
+    """Each message once, in whichever beat; of `idea` in both panels; and none where motion is unwanted."""
+    sent = PROGRAMS[program]["ranks"] * PROGRAMS[program]["sent_bytes"] * (2 if program in IDEAS else 1)
+    for motion, wanted in (("no-preference", sent), ("reduce", 0)):
+        with opened(started, program, reduced_motion=motion) as shown:
+            assert 4 * shown.evaluate(FLOWN) == wanted
+            assert f"sent {PROGRAMS[program]['sent_bytes']:g} B" in shown.inner_text("#meters")
+
+
 @in_a_browser
 @pytest.mark.parametrize("program", [*STAGES, *BUGS])
 def test_it_opens_as_chapters_link_to_it_and_plays_to_the_last_number(started, program):
@@ -301,40 +355,14 @@ def test_all_that_changes_between_two_beats_is_shown(started, program):
 
 
 @in_a_browser
-@pytest.mark.parametrize("place, kind, lands_in", [
-    ("3.3", "share", "GradBuffer.flat"), ("4.6", "gradient", "PartitionedGradient.shard")])
-def test_gradients_fly_and_turn_solid_when_the_last_has_arrived(started, place, kind, lands_in):
-    """Unless motion is unwanted; and the beat can be played again."""
-    kinds = "(all) => [...new Set(all.map((cell) => cell.getAttribute('class').split(' ')[1]))]"
-    for motion, flies in (("no-preference", True), ("reduce", False)):
-        with opened(started, place, reduced_motion=motion) as shown:
-            row = shown.locator(f'.row[data-row="{lands_in}"] .cell')
-            for action in ("() => { speed = 0.01; step(1); }", "() => $('again').click()"):
-                shown.evaluate(action)
-                if flies:
-                    shown.wait_for_selector("#flying .cell")
-                    assert shown.locator("#flying .cell").evaluate_all(kinds) == [kind]
-                    assert "average" not in row.evaluate_all(kinds)
-                    shown.evaluate("() => { speed = 1; $('again').click(); }")
-                    shown.wait_for_selector("#flying .cell")
-                    shown.wait_for_function("() => !document.querySelector('#flying .cell')")
-                assert "average" in row.evaluate_all(kinds) and shown.locator("#flying .cell").count() == 0
-                shown.evaluate("() => { speed = 0.01; }")
-
-
-@in_a_browser
 def test_keys_go_through_beats_lines_and_cells_and_reach_everything(started):
     with opened(started, "3") as shown:
         n, n_beats = len(PROGRAMS["3"]["frames"]), len(PROGRAMS["3"]["beats"])
-        for key, *place in (("ArrowRight", "beat", 2), ("ArrowRight", "beat", 3), ("ArrowLeft", "beat", 2),
-                            ("End", "beat", n_beats), ("Home", "beat", 1), ("ArrowDown", "line", 2),
-                            ("ArrowDown", "line", 3), ("ArrowUp", "line", 2), ("End", "line", n),
-                            ("Home", "line", 1), ("ArrowRight", "beat", 2)):
+        for key, *place in (("ArrowRight", "beat", 2), ("ArrowLeft", "beat", 1), ("End", "beat", n_beats),
+                            ("Home", "beat", 1), ("ArrowDown", "line", 2), ("End", "line", n),
+                            ("ArrowUp", "line", n - 1), ("Home", "line", 1), ("ArrowRight", "beat", 2)):
             shown.keyboard.press(key)
             assert where(shown) == tuple(place), key
-        for playing in (True, False):
-            shown.keyboard.press(" ")
-            assert shown.evaluate("() => now.playing") == playing
         shown.keyboard.press("?")
         assert shown.is_visible("#helptext")
         shown.focus(".cells")
@@ -348,9 +376,6 @@ def test_keys_go_through_beats_lines_and_cells_and_reach_everything(started):
             reached.add(shown.evaluate(focused))
         assert {"bugs", "predict", "help", "play", "back", "forward", "again", "lines", "up", "down", "slider", "cells",
                 "code", "A"} <= reached
-        assert shown.get_attribute("#says", "aria-live") == "polite"
-        assert shown.locator("button:not([title])").count() == 0
-        assert shown.locator(".cells[aria-label]").count() == shown.locator(".cells").count() > 0
 
 
 CONTRAST = """() => {
@@ -378,7 +403,7 @@ SWIPE = """([from, to]) => {
 def test_a_beat_fits_and_is_swiped_on_a_phone_and_a_desk_by_day_and_by_night(started, width, height, scheme):
     settings = {"width": width, "height": height, "color_scheme": scheme, "reduced_motion": "reduce", "has_touch": True}
     with opened(started, "0", **settings) as shown:
-        for program in [*STAGES, *BUGS]:
+        for program in [*IDEAS, *STAGES, *BUGS]:
             for beat in range(len(PROGRAMS[program]["beats"])):
                 shown.evaluate("([id, beat]) => select(id, beat)", [program, beat])
                 over = shown.evaluate("""() => ["html", "main", "#panels"].map((one) => document.querySelector(one))
@@ -388,36 +413,40 @@ def test_a_beat_fits_and_is_swiped_on_a_phone_and_a_desk_by_day_and_by_night(sta
         paper = shown.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
         shown.evaluate("() => select('4', 6)")
-        animation = "() => getComputedStyle(document.querySelector('.bar.live')).animationName"
-        assert shown.evaluate(animation) == "none"
         assert shown.evaluate(CONTRAST) == []
         shown.evaluate(SWIPE, [300, 100])
         assert where(shown) == ("beat", 8)
         shown.evaluate(SWIPE, [100, 300])
         assert where(shown) == ("beat", 7)
-        assert len(shown.screenshot()) > 20_000
 
 
 @in_a_browser
-def test_what_ranks_hold_can_be_read_off_and_a_cell_says_who_wrote_it_and_where_it_came_from(started):
+def test_a_cell_says_who_wrote_it_and_the_end_of_a_stage_leads_to_the_next(started):
     frame = max(k for k, one in enumerate(PROGRAMS["3"]["frames"]) if one["phase"] == "sync_grads")
     with opened(started, f"3/{frame + 1}") as shown:
         assert "each rank: average (own) × 4, garbage × 12" in shown.text_content(".memory")
-        ranks = shown.locator('.row[data-row="GradBuffer.flat"] .cells')
-        for rank in range(4):
-            kinds = "(all) => all.map((one) => one.getAttribute('class').split(' ')[1])"
-            wanted = ["average" if i // 4 == rank else "garbage" for i in range(16)]
-            assert ranks.nth(rank).locator(".cell").evaluate_all(kinds) == wanted
-        ranks.nth(1).locator(".cell").nth(4).click()
+        shown.locator('.row[data-row="GradBuffer.flat"] .cells').nth(1).locator(".cell").nth(4).click()
         said = shown.inner_text("#inspector")
         assert "average over the ranks" in said and "element 4 of p0" in said and "rank 1 updates" in said
         assert "in GradBuffer.reduce_scatter_grads" in said and "reduce-scatter from rank 0, 2, 3" in said
+    with opened(started, "idea.5") as shown:
+        shown.click("#next")
+        assert where(shown) == ("beat", 1) and shown.inner_text("#says") == PROGRAMS["0"]["beats"][0]["says"]
+
+
+@in_a_browser
+def test_the_slider_changes_the_number_of_ranks_of_the_idea(started):
+    with opened(started, "idea.2") as shown:
+        for place, id in ((1, "idea-2"), (3, "idea-8"), (2, "idea")):
+            shown.locator("#d").fill(str(place))
+            d = PROGRAMS[id]["ranks"]
+            assert shown.locator(".panel").first.locator(".rank").count() == d and f"#{id}.2" in shown.url
+            assert f"sent {64 * (d - 1) // d} B" in shown.inner_text("#meters") and shown.inner_text("#d-is") == str(d)
 
 
 @in_a_browser
 @pytest.mark.parametrize("place, question, answer", [
     ("3.3", "Who will hold the average of element 1?", "rank 0"),
-    ("0.3", "Who will hold the average of element 1?", "every rank"),
     ("4.3", "How many bytes will a rank send in this beat?", "12 B")])
 def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place, question, answer):
     number = int(place[2:])
@@ -425,9 +454,7 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place
         shown.check("#predict")
         shown.evaluate("() => document.activeElement.blur()")
         shown.keyboard.press("ArrowRight")
-        answers = shown.locator("#question button")
-        assert answers.count() == 3 and where(shown) == ("beat", number)
-        assert shown.inner_text("#question b") == question
+        assert where(shown) == ("beat", number) and shown.inner_text("#question b") == question
         right = shown.get_by_role("button", name=answer, exact=True)
         right.click()
         assert "right" in right.get_attribute("class")
@@ -435,19 +462,8 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place
         assert where(shown) == ("beat", number + 1)
 
 
-@in_a_browser
-def test_the_end_of_a_stage_leads_to_the_next(started):
-    with opened(started, "idea.5") as shown:
-        assert shown.inner_text("#next") == "next: stage 0 →"
-        shown.click("#next")
-        assert where(shown) == ("beat", 1) and shown.inner_text("#says") == PROGRAMS["0"]["beats"][0]["says"]
-        shown.keyboard.press("End")
-        shown.keyboard.press("ArrowRight")
-        assert shown.url.endswith("#1.1") and not shown.is_visible("#next")
-
-
 FP32 = row_names.LADDER
-BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
+BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
 SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; what isn't here: once
 
 
@@ -455,18 +471,32 @@ SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; 
 def test_the_calculator_holds_and_sends_what_make_plan_counts(started):
     """DDP and the four stages, in 32 and 16 bits, of models from 124M to 7B: within 2 %."""
     with opened(started, "calculator") as shown:
-        assert shown.is_visible("#calculator") and shown.locator("#rows tr").count() == 5
         for is16, names in ((False, FP32), (True, BF16)):
-            for model, d, bucket_mib in (("gpt2", 8, 100), ("gpt2", 64, 25), ("7b", 1024, 1600)):
+            for model, d, bucket_mib in (("gpt2", 8, 100), ("7b", 1024, 1600)):
                 counted = [alone.record(RowId(name, bucket_mib if "stage 4" in name else None), models.NAMED[model], d)
                            for name in names]
                 at = {"psi": counted[0].numel, "ranks": d, "bucket": bucket_mib, "is16": is16}
                 calculated = shown.evaluate("(at) => calculate(at).map(([, , held, , sent]) => [held, sent])", at)
-                for name, row, (held_bytes, sent) in zip(names, counted, calculated):
+                for name, row, (held_bytes, sent) in zip(names, counted, calculated, strict=True):
                     assert sum(held_bytes) == pytest.approx(sum(row.held.values()), rel=0.02), (name, d)
                     messages = sum(event.n_bytes * SENT_TWICE.get(event.kind, 1) for event in row.events
                                    if event.what == "launch")
                     assert sent == pytest.approx(messages * (d - 1) / d, rel=0.02), (name, d)
-        before = shown.inner_text("#rows")
+
+
+@in_a_browser
+def test_the_calculator_begins_as_the_ladder_of_the_readme_and_has_the_bound_of_chapter_4(started):
+    with opened(started, "bytes") as shown:
+        ladder = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- report: ladder -->")[2]
+        rows = [line.split(" | ") for line in ladder.partition("\n\n10,")[0].strip().splitlines()[2:]]
+        rows = [row for row in rows if not row[0].endswith("replicated")]
+        ddp, *stages = shown.evaluate("() => calculate({ psi: 6.7e9, ranks: 8, bucket: 1, is16: false })")
+        for (_, _, held, sent, _, beside), row in zip([ddp, *stages], rows, strict=True):
+            assert round(sent / ddp[4], 1) == pytest.approx(int(row[4]) / 2, abs=0.3), row
+            assert sum(held) / 6.7e9 == pytest.approx(float(row[2].split(" · ")[1]), rel=0.02) or beside == "both"
+        assert shown.locator("#rows tr").count() == len(rows) and shown.inner_text("#psi-is") == "6.75 billion"
+        bounds = "([link, kind]) => bound(3, link, kind)[0]"
+        cases = {"both": 2.5 + 2.5, "backward": 1 + 5, "": 3 + 5}  # of a forward pass of 1 s, messages of 5 s
+        assert {kind: shown.evaluate(bounds, [5, kind]) for kind in cases} == cases
         shown.get_by_role("button", name="70B").click()
-        assert shown.inner_text("#rows") != before and shown.inner_text("#psi-is").strip() == "69 G"
+        assert shown.inner_text("#psi-is") == "69 billion" and "k TFLOP" not in shown.inner_text("#calculator")

@@ -5,7 +5,6 @@ them, although stage 4 has sent them by then.
 """
 
 import contextlib
-import warnings
 
 import pytest
 import torch
@@ -265,30 +264,6 @@ def test_an_unused_parameter_has_zeros_or_nothing_as_zero_grad_left_it(rank, sta
         zero_grad()
     for param, expected in zip(params, plain):
         torch.testing.assert_close(param, expected)
-
-
-@on_ranks(2)
-def test_a_norm_of_nothing_is_a_warning_where_gradients_have_left(rank):
-    module, optimizer = two_layers(rank, FOUR)
-
-    def norm():
-        return nn.utils.get_total_norm([param.grad for param in module.parameters() if param.grad is not None])
-
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        norm()  # before there is a gradient
-        with optimizer.no_sync():
-            backward(module)
-            assert norm() > 0
-        optimizer.finish_grad_sync()
-        assert optimizer.clip_grad_norm_(1e6) > 0
-        optimizer.zero_grad()
-        backward(module)
-        assert norm() == 0
-        optimizer.step()
-        norm()
-    words = "get_total_norm() finds no gradient in param.grad"
-    assert [warning.filename for warning in seen if words in str(warning.message)] == [__file__]
 
 
 @on_ranks(2)

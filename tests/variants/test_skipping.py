@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import stage4_overlap
 from guard.chained import Chained
-from harness import FOUR
+from harness import STAGE_4
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
 from tests.pairs import sgd_of
 from tests.variants import on_pairs
@@ -24,8 +24,7 @@ from variants import finite, hybrid
 FINITE = "variants.finite"
 
 
-class FiniteHybrid(finite.WithSkip, on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, finite.CheckedOptimizer,
-                   hybrid.ReplicasOfStage4):
+class FiniteHybrid(on_pairs.OnPairs, finite.DistributedOptimizer, hybrid.Replicas):
     """Two variants that combine."""
 
 
@@ -144,23 +143,19 @@ def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, spoilt, clips
     torch.testing.assert_close(history[1], first)
 
 
-OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain), "experts": (FINITE, with_experts),
+OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain),
              "hybrid": (FiniteHybrid, alone), "hybrids in a chain": (FiniteHybrid, in_a_chain)}
 
 
-def finite_of(kind, params, **kwargs):
-    make = kind if isinstance(kind, type) else optimizer_of(kind)
-    return make(params, torch.optim.SGD, lr=1.0, **kwargs)
-
-
 @pytest.mark.parametrize("arrangement", OF_FINITE)
-@on_ranks(4, spoilt=SPOILT, clips=[False, True], skip=[False, True])
-def test_finite_skips_or_raises_on_all_ranks(rank, arrangement, spoilt, clips, skip):
-    """An error names the rank that has the nan; with `skip` the step is left out in each optimizer."""
+@on_ranks(4, spoilt=SPOILT, clips=[False, True])
+def test_finite_raises_on_all_ranks(rank, arrangement, spoilt, clips):
+    """The error names the rank that has the nan; no optimizer has stepped."""
     kind, arrange = OF_FINITE[arrangement]
     bad_rank, layer = spoilt
-    model, optimizer = arrange(rank.rank, functools.partial(finite_of, kind, skip=skip))
-    errors, parts = [], getattr(optimizer, "optimizers", [optimizer])
+    make = kind if isinstance(kind, type) else optimizer_of(kind)
+    model, optimizer = arrange(rank.rank, lambda params: make(params, torch.optim.SGD, lr=1.0))
+    errors = []
 
     def step():
         try:
@@ -169,26 +164,30 @@ def test_finite_skips_or_raises_on_all_ranks(rank, arrangement, spoilt, clips, s
             optimizer.step()
         except RuntimeError as error:
             errors.append(str(error))
-            assert not any(part.has_grads for part in parts)
 
     history = train(rank.rank, model, optimizer, torch.Tensor.backward, step,
                     getattr(model, layer) if rank.rank == bad_rank else None)
     assert_second_is_left_out(history)
-    assert len(errors) == (0 if skip else 1)
-    for error in errors:
-        assert "a gradient is nan or inf: of parameter " in error and f"weight on rank {bad_rank}" in error
-    assert all(part.n_skipped == int(skip) for part in parts if hasattr(part, "n_skipped"))
+    (error,) = errors
+    assert "a gradient is nan or inf: of parameter " in error and f"weight on rank {bad_rank}" in error
+
+
+@on_ranks(2)
+def test_finite_is_refused_for_experts(rank):
+    """Ranks outside of their process group would wait for ranks that have raised."""
+    error = error_of(lambda: sgd_of(FINITE, [nn.Parameter(torch.zeros(5))], average_over=2), ValueError)
+    assert error == "variants/finite.py takes no average_over: ranks outside of process_group would wait"
 
 
 # ------------------------------------------------------------------------------- what a step that is left out leaves
 
 
-@on_ranks(2, how=["finite", "scaler"])
-def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank, how):
+@on_ranks(2)
+def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
     """Leave out the first step under a warm-up, and the third. A closure is called once in each step."""
     param = nn.Parameter(torch.zeros(5))
-    optimizer = sgd_of(FOUR, [param]) if how == "scaler" else sgd_of(FINITE, [param], skip=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=how == "scaler")
+    optimizer = sgd_of(STAGE_4, [param])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     calls = []
     hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("any before")),
              register_optimizer_step_post_hook(lambda *_: calls.append("any after")),
@@ -210,6 +209,28 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank, how):
     for hook in hooks:
         hook.remove()
     assert len(closure_calls) == 4
+
+
+@on_ranks(4)
+def test_the_loss_of_a_closure_is_the_mean_of_all_groups_of_a_hybrid(rank):
+    model, chain = in_a_chain(rank.rank, functools.partial(sgd_of, "tests.variants.on_pairs"))
+    assert chain.step(lambda: (model(torch.ones(4, 8)).sum().backward(), float(rank.rank))[1]) == 1.5
+
+
+class OwnStep(stage4_overlap.DistributedOptimizer):
+    def step(self, closure=None, *, grad_scaler=None):
+        return super().step(closure, grad_scaler=grad_scaler)
+
+
+@on_ranks(2)
+def test_a_class_with_a_step_of_its_own_calls_hooks_once(rank):
+    param = nn.Parameter(torch.zeros(5))
+    calls = []
+    optimizer = OwnStep([param], torch.optim.SGD, lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    param.sum().backward()
+    optimizer.step()
+    assert calls == ["after"]
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

@@ -48,7 +48,7 @@ class BlockSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_variant_has_thirty_lines_and_says_what_it_costs(path):
-    most = {"muon": 73, "by_bucket": 45, "hybrid": 60, "finite": 40, "remainder16": 36, "same_bits": 130}
+    most = {"muon": 66, "by_bucket": 48, "hybrid": 53, "finite": 40, "remainder16": 36, "same_bits": 130}
     assert len(code_lines(path)) <= most.get(path.stem, 30)
     if path.stem != "by_bucket":  # half of three
         opening = ast.get_docstring(ast.parse(path.read_text()))
@@ -168,7 +168,7 @@ def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of)
     assert n_ties > 0
 
 
-class HybridWire16(on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, hybrid.ReplicasOfStage4,
+class HybridWire16(on_pairs.OnPairs, stage4_overlap.DistributedOptimizer, hybrid.Replicas,
                    wire16.ShardedOptimizer):
     """Two that combine, in a line."""
 
@@ -185,21 +185,17 @@ def test_hybrid_and_wire16_combine(rank):
 # ------------------------------------------------------------------------------------------------------------- finite
 
 
-@on_ranks(of=[core_of, optimizer_of], value=[math.nan, math.inf], skip=[False, True])
-def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value, skip):
-    """The last rank has it, in one element of the second parameter; with `skip` no rank steps, nor has momentum."""
+@on_ranks(of=[core_of, optimizer_of], value=[math.nan, math.inf])
+def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
+    """The last rank has it, in one element of the second parameter. Momentum has nothing of it, either."""
     named = [(name, nn.Parameter(torch.ones(40))) for name in ("first", "second", "third")]
     params = dict(named)
-    optimizer = of("variants.finite")(named, torch.optim.SGD, lr=1.0, momentum=0.5, bucket_cap_mb=1e-6, skip=skip)
+    optimizer = of("variants.finite")(named, torch.optim.SGD, lr=1.0, momentum=0.5, bucket_cap_mb=1e-6)
     factor = torch.ones(40)
     factor[7] = value if rank.rank == rank.world_size - 1 else 1
     (params["first"].sum() + (params["second"] * factor).sum() + params["third"].sum()).backward()
-    if skip:
-        optimizer.step()
-        assert optimizer.n_skipped == 1
-    else:
-        line = f"a gradient is nan or inf: of parameter second on rank {rank.world_size - 1}"
-        assert error_of(optimizer.step) == line
+    line = f"a gradient is nan or inf: of parameter second on rank {rank.world_size - 1}"
+    assert error_of(optimizer.step) == line
     assert all((param == 1).all() for param in params.values())
     for moved_to in (0, -1.5):
         sum(param.sum() for param in params.values()).backward()
