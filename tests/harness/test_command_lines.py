@@ -47,10 +47,10 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
     (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.measuring.timeline --rows all"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"],
-     "-m harness.measuring.two_hosts --rate 9gbit --json measured/network.json"),
+     "-m harness.measuring.two_hosts --rate 9gbit --json measured/network_9gbit.json"),
     *((["bench", f"WHAT={what}", f"ARGS={arguments}"], f"--json measured/{file}.json {arguments}")
       for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
-                                    ("network", "--rows variants", "network_variants"))),
+                                    ("network", "--rows variants", "network_variants_1gbit"))),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.measuring.{module} --help") for what, module in (
         ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("cuda", "gpu_step"))),
 ], ids=str)
@@ -93,9 +93,7 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--curve", "1gbit,fast"], "--rate fast"), (["--steps", "0"], "--steps"), (["--model", "huge"], "'huge'"),
         (["--rows", "zero"], "--rows 'zero'"), (["--sequence-length", "9999"], "9999"),
         (["--timeout", "99999999999"], "from 1 to 1e+06"), (["--json", "results"], "results: Is a directory"),
-        (["--json", "net.svg"], "choose another ending"), (["--json", "x" * 300], "File name too long"),
-        (["--json", "/dev/null"], "--json /dev/null: it is no file"),
-        *((["--json", f"results/{name}.json"], "something else than results of make") for name in ("bench", "plan"))]),
+        (["--json", "x" * 300], "File name too long")]),
     "plan": (plan.parse, [
         (["--model", "8b"], "argument --model: invalid choice: '8b'"),
         *((["--world", world], f"--world: must be a whole number from 1 to 4096, not {world}")

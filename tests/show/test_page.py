@@ -14,9 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from harness.planning import alone
-from harness.publishing import row_names
-from harness.publishing.row_names import RowId
 from harness.training import models
+from harness.training.rows import LADDER, RowId
 from show import beats, hero, page, scenes
 from show.frames import Memory
 from show.picture import THEMES
@@ -446,7 +445,7 @@ def test_the_end_of_a_stage_leads_to_the_next(started):
         assert shown.url.endswith("#1.1") and not shown.is_visible("#next")
 
 
-FP32 = row_names.LADDER
+FP32 = LADDER
 BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
 SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; what isn't here: once
 

@@ -16,11 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stage4_overlap
 from checkpoint import full_state_dict, load_full_state_dict
 from grade.variants import BlockSGD
-from harness.measuring import losses, two_hosts
+from harness.measuring import two_hosts
 from harness.measuring.ledger import Ledger
-from harness.publishing import results
 from harness.publishing.pages import rewritten
-from harness.publishing.results import Made, Report, Row
 from harness.publishing.stages import code_lines
 from harness.training import rows
 from tests.checkpoint import test_full_state
@@ -33,7 +31,7 @@ from tests.stages.test_probe import BLOCKS as BLOCK_RULES
 from tests.stages.test_probe import CountsCalls
 from tests.variants import on_pairs
 from variants import hybrid, moments16, remainder16, wire16
-from variants.__main__ import BLOCKS, ROWS, counted, measured, time_cell
+from variants.__main__ import BLOCKS, ROWS, counted
 
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py") if path.stem != "muon_rows")
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
@@ -310,24 +308,6 @@ def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
     assert rewritten(page, BLOCKS) == page and BLOCKS["table"]() in page
     measured_rows = [row.name for row in rows.VARIANTS]
     assert of_page <= set(measured_rows) and measured_rows == [row_id.name for row_id in two_hosts.VARIANTS]
-
-
-def test_times_and_losses_of_the_page_come_from_results(tmp_path, monkeypatch):
-    """Of a variant over its base, round by round; with nothing measured there is none."""
-    result = results.load("bench.json")
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    assert not measured() and not BLOCKS["losses"]()
-    result.rows = [Row("stage 4 overlap", rounds_ms=[10.0, 20.0]), Row("variants wire16", rounds_ms=[5.0, 10.0]),
-                   Row("variants blocks", error="wrong")]
-    cells = [time_cell(name, base, result) for name, base in (
-        ("variants wire16", "stage 4 overlap"), ("variants blocks", "stage 4 overlap"), ("stage 4 overlap", None))]
-    assert cells == ["× 0.50", None, "15 ms"]
-    (tmp_path / "results").mkdir()
-    by_seed = {("fp32", 0.9): [2.0, 4.0], ("b", 0.9): [2.5, 4.25]}
-    sheet = losses.loss_sheet(by_seed, {"fp32": "fp32", "b": "fp32"}, 300, "conditions")
-    report = Report(Made("machine", "2", "abc", "today"), {"losses": sheet})
-    (tmp_path / "results" / "losses.json").write_text(results.to_json(report))
-    assert "| b | 3.3750 | +0.5000 +0.2500 |" in BLOCKS["losses"]()
 
 
 # --------------------------------------------------------------------------------------------------------------- muon
