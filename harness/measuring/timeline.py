@@ -11,7 +11,17 @@ import torch.distributed as dist
 from harness.measuring.examine import WARMUP_STEPS, Settings, make_batches, make_training
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
-from harness.publishing.pictures import Message, RecordedStep, can_draw, length, most_alive, overlap, svg, text, union
+from harness.publishing.pictures import (
+    Message,
+    RecordedStep,
+    can_draw,
+    caption,
+    length,
+    most_alive,
+    overlap,
+    svg,
+    union,
+)
 from harness.ranks import command_line
 from harness.ranks.command_line import COUNT
 from harness.ranks.exchange import in_place_of_gloos
@@ -147,6 +157,8 @@ def main():
     args = parser.parse_args()
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     command_line.check_writable("--out", args.out, fail)
+    if not can_draw():
+        fail("pictures need matplotlib: pip install matplotlib")
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]
@@ -162,12 +174,10 @@ def main():
                 drawn = steps[:1] if args.rows == "all" else steps
                 rows += [(f"{name}, rank {rank}", step) for rank, step in enumerate(drawn)]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
-    try:
-        if can_draw():
-            command_line.write("--out", args.out, svg(rows, title), fail)
-    finally:  # the disk may be full
-        print(text(rows))
-    print(f"written to {args.out}" if can_draw() else "for the picture: pip install matplotlib")
+    command_line.write("--out", args.out, svg(rows, title), fail)
+    for name, step in rows:
+        print(f"{name}: {caption(step)}")
+    print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from pathlib import Path
 from harness.measuring import every_row, examine, links, timeline
 from harness.measuring.examine import Settings
 from harness.measuring.links import Link
-from harness.publishing import pictures
 from harness.publishing.tables import TERMINAL_WIDTH, Report, beside, from_json, save_and_show, sheet_text
 from harness.ranks import command_line
 from harness.ranks.command_line import COUNT
@@ -334,11 +333,7 @@ def measure_rate(args):
         measured, report = measure_on_two_hosts(args)
     except (OSError, WorkerError) as error:
         sys.exit(f"network: {error}")
-    more_text = ""
-    if "steps" in report.drawn:
-        steps, title = pictures.read_steps(report.drawn)
-        more_text = f"{title}\n{pictures.text(steps)}"
-    save_and_show(args.json, report, fail, more_text)
+    save_and_show(args.json, report, fail)
     return measured.is_wrong()
 
 

@@ -233,8 +233,6 @@ def parse():
     parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
     add("--model", default="7b", choices=models.NAMED, help="(default 7b)")
-    add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
-    add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
     add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
     add("--device", choices=DEVICES, default="h100", help="(default h100)")
@@ -247,16 +245,13 @@ def parse():
     add("--check", action="store_true", help="also compare modelled with published runs")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     args = parser.parse_args()
-    if args.width % 128 or (args.layers > 0) != (args.width > 0):
-        fail("--layers and --width: give both, and a width that is a multiple of 128")
-    spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
+    spec = models.NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
     if args.json:
         command_line.check_writable("--json", args.json, fail)
-    args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
     args.spec = spec._replace(tensor_parallel=args.tensor_parallel)
     return args
 
@@ -268,8 +263,7 @@ def main():
         report = plan(args, workers)
         if args.check:
             add_published(report, workers.submit(published).result())
-    steps, _ = pictures.read_steps(report.drawn)
-    save_and_show(args.json, report, fail, pictures.text(steps))
+    save_and_show(args.json, report, fail)
 
 
 if __name__ == "__main__":

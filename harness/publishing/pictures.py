@@ -1,6 +1,6 @@
-"""Draws recorded steps, from their raw numbers: as text for the terminal, and as SVG by matplotlib.
+"""Draws recorded steps, and curves, from their raw numbers: as SVG, by matplotlib.
 
-What other pictures need of matplotlib is here, too: `panels` and `drawn_as_svg`.
+Only this file reads raw numbers of a Report; everything else that pages show is a finished table.
 """
 
 import collections
@@ -91,7 +91,7 @@ STYLE = "<style>text{fill:#444!important} @media (prefers-color-scheme:dark){tex
 
 
 def can_draw():
-    """Return whether matplotlib is installed; without it there are tables, and text for the terminal."""
+    """Return whether matplotlib is installed; without it there are tables alone."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -165,37 +165,6 @@ def caption(step):
             f"{step.exposed_seconds * 1000:.0f} while it waits")
 
 
-LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
-HEIGHTS = " ▁▂▃▄▅▆▇█"
-
-
-def text(rows, width=80):
-    """Draw `rows`, [(name, recorded step), …], on one axis for the terminal. A letter shows what fills its moment."""
-    longest, most_bytes = scales(rows)
-    lines = []
-    for name, step in rows:
-        lines.append(f"{name}: {caption(step)}")
-        for lane, spans in lanes(step):
-            cells = "".join(_letter(spans, i * longest / width, (i + 1) * longest / width) for i in range(width))
-            lines.append(f"{lane:>10} {cells}".replace("·" * width, "·"))
-        if step.memory:
-            n_cells = round(width * step.seconds / longest)
-            edges = [i * MEMORY_PARTS // n_cells for i in range(n_cells + 1)]
-            parts = [max(step.memory[start:end]) for start, end in zip(edges, edges[1:])]
-            heights = "".join(HEIGHTS[round(part / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
-            lines.append(f"{'memory':>10} {heights} ≤ {max(step.memory) / 1e6:.0f} MB")
-    return "\n".join([*lines, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
-
-
-def _letter(spans, start, end):
-    """Return the letter of the phase or lane that fills most of a moment, or a dot where that is less than a third."""
-    shares = collections.Counter()
-    for span_start, span_end, name in spans:
-        shares[name] += length(overlap([(start, end)], [(span_start, span_end)]))
-    ((name, share),) = shares.most_common(1) or [("", 0)]
-    return LETTERS[name] if share > (end - start) / 3 else "·"
-
-
 COLOURS = {"forward": "#4a90d9", "backward": "#2a5f9e", "step": "#d9822b", "gradients": "#3a9d5d",
            "parameters": "#b04a9d", "memory": "#c9a227"}
 WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "parameters": "parameters travel",
@@ -203,7 +172,10 @@ WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "param
 
 
 def svg(rows, title):
-    """Draw the same as SVG: a panel for each row, a lane each for computing and messages, and memory below them."""
+    """Draw `rows`, [(name, RecordedStep), …], as SVG.
+
+    A panel for each row has a lane each for computing and messages, and memory below them.
+    """
     longest, most_bytes = scales(rows)
     figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
     for axis, (name, step) in zip(axes, rows):

@@ -334,10 +334,6 @@ def load(name):
                          f"one: {error}") from None
 
 
-def save_and_show(path, report, fail, more_text=""):
-    """Write a report to --json, if there is a path, and print its tables, and more behind them."""
-    def show():
-        print_report(report)
-        if more_text:
-            print(more_text)
-    command_line.write_and_show(path, to_json(report), fail, show)
+def save_and_show(path, report, fail):
+    """Write a report to --json, if there is a path, and print its tables."""
+    command_line.write_and_show(path, to_json(report), fail, lambda: print_report(report))

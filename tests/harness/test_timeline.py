@@ -65,9 +65,6 @@ def test_drawings_have_what_was_recorded():
         ("gradients", [(2, 5, "gradients"), (7.5, 8.5, "gradients")]),
         ("parameters", [(0, 1, "parameters"), (9.5, 11, "parameters")]),
     ]
-    assert pictures.text([("a row", step)], width=10).splitlines()[:5] == [
-        "a row: 10000 ms; for 4000 the network is busy while the rank computes, for 1500 while it waits",
-        "  computes FFF·BBBB·S", " gradients ··▒▒▒··▒▒·", "parameters ▓········▓", "    memory ▃▃██▁▁▁▁▁▁ ≤ 0 MB"]
 
 
 def test_a_rank_waits_where_no_operator_runs_for_a_while(monkeypatch):
@@ -126,7 +123,6 @@ def test_the_command_writes_a_picture(row, drawn, tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     bands = [line.split(":")[0] for line in printed.splitlines() if " the network is busy " in line]
     assert bands == [f"{name}, rank {rank}" for name in drawn for rank in range(1 if row == "all" else 2)]
-    assert "F" in printed and "B" in printed and "█" in printed
     ElementTree.fromstring(out.read_text())
 
 
