@@ -66,31 +66,24 @@ class MainParamsTraining(Training):
     Args:
         world_size: 1 is without communication.
         divided_in, summed_in: the dtypes in which gradients are averaged; None is that of the parameters.
-        divides_last: gradients are divided after they are summed, as stage 4 does with 16-bit gradients.
         moments_in: the dtype that AdamW's moments are rounded to.
         ties_away: a parameter is its main parameter rounded, at ties away from zero, as in variants/remainder16.py.
     """
 
-    def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32, divides_last=False,
-                 moments_in=None, ties_away=False):
+    def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32, moments_in=None,
+                 ties_away=False):
         self.main_params = [param.detach().float() for param in model.parameters()]
         super().__init__(model, model, torch.optim.AdamW(self.main_params, **adamw))
         self.world_size, self.divided_in, self.summed_in = world_size, divided_in, summed_in
-        self.divides_last = divides_last
         self.moments_in, self.ties_away = moments_in, ties_away
 
     @torch.no_grad()
     def update(self):
         params = list(self.model.parameters())
         for param, main_param in zip(params, self.main_params):
-            grad = param.grad.to(self.divided_in or param.dtype)
-            if not self.divides_last:
-                grad = grad / self.world_size
-            grad = grad.to(self.summed_in or param.dtype)
+            grad = (param.grad.to(self.divided_in or param.dtype) / self.world_size).to(self.summed_in or param.dtype)
             if self.world_size > 1:
                 dist.all_reduce(grad)
-            if self.divides_last:
-                grad = grad / self.world_size
             main_param.grad = grad.float()
         self.optimizer.step()
         for state in self.optimizer.state.values() if self.moments_in else ():

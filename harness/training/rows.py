@@ -245,7 +245,7 @@ IN_BF16 = [
     *STAGE_3_IN_BF16,
     # NCCL alone would sum in 16 bits.
     Configuration(OVERLAP_BF16, "stage", stage(STAGE_4, prefetch=True, reduce_dtype=torch.float32), sends=4, whole=2,
-                  shared=16, dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32, divides_last=True)),
+                  shared=16, dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
 ]
 ROWS = [
     Configuration(COMPUTE_ONLY, "floor", compute_only, sends=0, whole=16, starts_apart=False),
