@@ -56,7 +56,7 @@ help:
 	@echo '    WHAT=curve              time over computing alone, from 200 Mbit/s to 2.5 Gbit/s  (half an hour)'
 	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG; STAGE=all: ddp and the four stages'
 	@echo '    WHAT=host               what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
-	@echo '    WHAT=cuda               stages 3 and 4 on one GPU: step beside plain AdamW, bytes a second, allocations'
+	@echo '    WHAT=cuda               stages 3 and 4 on one GPU: whole steps beside a link that is played'
 	@echo '    WHAT=small              DDP and stages 3 and 4 on models of 1,000 to 10 million parameters'
 	@echo 'make test                   all that code decides, on all stages: minutes  (ARGS="-k clip", on GPUs "--gpu")'
 	@echo 'make test-all               also what waits: kills, torchrun, two hosts, a browser, other frameworks'
@@ -70,13 +70,13 @@ help:
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make figures                all figures of results/ anew, of one commit: an hour, root, iproute2'
-	@echo 'make report                 tables and pictures of the pages anew; what you measured beside ours'
+	@echo 'make report                 tables and pictures of the pages anew'
 	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
 	@echo 'make clean                  remove the environment and caches'
 
 # What each WHAT of `make bench` calls.
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
-BENCH_network = -m harness.measuring.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
+BENCH_network = -m harness.measuring.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE)_$(RATE).json
 BENCH_curve = -m harness.measuring.two_hosts --curve --rounds 3
 BENCH_timeline = -m harness.measuring.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
 BENCH_host = -m harness.measuring.host_time
@@ -124,7 +124,7 @@ plan: $(ENV)
 	exec $(PYTHON) -m harness.planning.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 figures: $(ENV)
-	exec $(PYTHON) -m harness.publishing.figures $(ARGS)
+	exec $(PYTHON) -m harness.publishing.pages --measure $(ARGS)
 
 report: $(ENV)
 	$(PYTHON) -m harness.publishing.pages

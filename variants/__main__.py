@@ -11,7 +11,6 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
-from harness.publishing import row_names
 from harness import STAGE_3, STAGE_4
 from harness.ranks import command_line
 
@@ -20,44 +19,42 @@ if __name__ == "__main__":
 
 import torch
 
-from harness.publishing import results as saved
-from harness.training import rows as catalogue
-from harness.ranks.meeting import rank_0_of
 from harness.measuring.examine import Settings, adamw
-from harness.training.models import GPT, MODELS
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
+from harness.publishing.pages import BLOCKS as PAGES_BLOCKS
 from harness.publishing.pages import rewritten
-from harness.publishing.tables import column, markdown, names, rate_words, sheet_of
 from harness.publishing.stages import code_lines, core_lines
+from harness.publishing.tables import ROOT, column, load, markdown, name_column, sheet_of
+from harness.ranks.meeting import rank_0_of
+from harness.training import rows as catalogue
+from harness.training.models import GPT, MODELS
+from harness.training.rows import DDP_AND_MUON, GRAD_BUFFER, OVERLAP, OVERLAP_BF16
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
-GRAD_BUFFER = row_names.GRAD_BUFFER
-OVERLAP = row_names.OVERLAP
-BF16 = row_names.OVERLAP_BF16
-# A row of the table: the row that it is compared with, what others call it, when to take it.
-TableRow = namedtuple("TableRow", "base elsewhere when")
+# A row of the table: what others call it, when to take it. harness/training/rows.py names the base of its time.
+TableRow = namedtuple("TableRow", "elsewhere when")
 ROWS = {  # by the bench's names
-    GRAD_BUFFER: TableRow(None, "", "the base of the next row"),
-    "variants per_parameter": TableRow(GRAD_BUFFER, "modded-nanogpt, nanochat", "few, large parameters"),
-    OVERLAP: TableRow(None, "", "the base of all that follow"),
-    "variants muon": TableRow("ddp + muon", "Megatron-LM's layer-wise optimizer, Owned of torchtitan",
+    GRAD_BUFFER: TableRow("", "the base of the next row"),
+    "variants per_parameter": TableRow("modded-nanogpt, nanochat", "few, large parameters"),
+    OVERLAP: TableRow("", "the base of all that follow"),
+    "variants muon": TableRow("Megatron-LM's layer-wise optimizer, Owned of torchtitan",
                               "Muon, SOAP, Shampoo"),
-    "variants hybrid": TableRow(OVERLAP, "num_distributed_optimizer_instances, HSDP",
+    "variants hybrid": TableRow("num_distributed_optimizer_instances, HSDP",
                                 "slow links between nodes, or latency decides"),
-    "variants wire16": TableRow(OVERLAP, "bf16_compress_hook, communication_data_type", "the link decides"),
-    "variants moments16": TableRow(OVERLAP, "use_precision_aware_optimizer", "the state decides, beta2 ≤ 0.99"),
-    "variants same_bits": TableRow(OVERLAP, "–", "the bits must not depend on the number of ranks"),
-    "variants finite": TableRow(OVERLAP, "check_for_nan_in_grad", "which rank has the nan?"),
-    "variants blocks": TableRow(OVERLAP, "torchao with FSDP2", "8-bit states"),
-    "variants offload": TableRow(OVERLAP, "offload_optimizer, CPUOffloadPolicy", "the GPU's memory decides"),
-    BF16: TableRow(None, "", "the base of the next row"),
-    "variants remainder16": TableRow(BF16, "store_param_remainders", "bf16, and no fp32 copies"),
+    "variants wire16": TableRow("bf16_compress_hook, communication_data_type", "the link decides"),
+    "variants moments16": TableRow("use_precision_aware_optimizer", "the state decides, beta2 ≤ 0.99"),
+    "variants same_bits": TableRow("–", "the bits must not depend on the number of ranks"),
+    "variants finite": TableRow("check_for_nan_in_grad", "which rank has the nan?"),
+    "variants blocks": TableRow("torchao with FSDP2", "8-bit states"),
+    "variants offload": TableRow("offload_optimizer, CPUOffloadPolicy", "the GPU's memory decides"),
+    OVERLAP_BF16: TableRow("", "the base of the next row"),
+    "variants remainder16": TableRow("store_param_remainders", "bf16, and no fp32 copies"),
 }
-MUONS = {"ddp + muon": "replicated, DDP", "variants muon": "muon"}
+MUONS = {DDP_AND_MUON: "replicated, DDP", "variants muon": "muon"}
 GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 4096)}  # layers, width
 
 
@@ -89,49 +86,31 @@ def counted(name, d):
                        configuration.bytes_per_param(numel, d, training.optimizer) - buffers)
 
 
-def saved_in(*files):
-    """Load those of these files that results/ has."""
-    return [saved.load(file) for file in files if (saved.ROOT / "results" / file).exists()]
-
-
-def measured(kind="variants"):
-    """Return {place: what was measured there, a Result}; a place is the rate of a link, or "one machine"."""
-    files = saved_in(f"bench_{kind}.json", f"network_{kind}.json")
-    return {rate_words(result.conditions.rate) if result.conditions.rate else "one machine": result
-            for file in files for result in file.at_all_rates()}
-
-
-def time_cell(name, base, result):
-    """Write a variant's time as a multiple of its base's, by round; without a `base` in ms. None: not measured."""
-    row, base_row = result.timed(name), result.timed(base or name)
-    if not row or not base_row:
-        return None
-    return f"× {row.over(base_row):.2f}" if base else f"{row.median_ms:.0f} ms"
+def times(kind, rate, key="time"):
+    """Return {name of a row: its time on two hosts with a link of that rate}, in the words of the table there."""
+    return load(f"network_{kind}_{rate}.json").sheets["times"].numbers(key)
 
 
 def table():
     """Make the table of all variants. muon and hybrid were measured in runs of their own."""
-    places = measured()
-    places_of = {f"variants {kind}": measured(kind) for kind in ("muon", "hybrid")}
+    time_of = times("variants", "300mbit")
+    for kind in ("muon", "hybrid"):
+        name = f"variants {kind}"
+        time_of[name] = times(kind, "300mbit")[name]
 
     def lines(name):
         idea = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
         stage = STAGE_3 if name == GRAD_BUFFER else STAGE_4
-        return len(code_lines(idea)) if idea.exists() else core_lines(saved.ROOT / stage)
-
-    def time(place):
-        def cell(name):
-            result = places_of.get(name, places).get(place)
-            return result and time_cell(name, ROWS[name].base, result)
-        return cell
+        return len(code_lines(idea)) if idea.exists() else core_lines(ROOT / stage)
     return sheet_of("", ROWS, {
-        "idea": names(lambda name: name.removeprefix("variants "), "idea"), "lines": column("lines", lines, "counted"),
-        "elsewhere": names(lambda name: ROWS[name].elsewhere, "called elsewhere"),
+        "idea": name_column(lambda name: name.removeprefix("variants "), "idea"),
+        "lines": column("lines", lines, "counted"),
+        "elsewhere": name_column(lambda name: ROWS[name].elsewhere, "called elsewhere"),
         "sent": column("sent", lambda name: counted(name, 8).sent, "counted", ".2f"),
         "messages": column("messages", lambda name: counted(name, 8).messages, "counted"),
         "held": column("held", lambda name: counted(name, 8).held, "counted", ".2f"),
-        **{f"time, {place}": column(f"time, {place}", time(place), "measured") for place in places},
-        "when": names(lambda name: ROWS[name].when, "take it when")})
+        "time": column("time, 300 Mbit/s", time_of.get, "measured"),
+        "when": name_column(lambda name: ROWS[name].when, "take it when")})
 
 
 def balance(model, layers, width, d):
@@ -148,28 +127,28 @@ def balance(model, layers, width, d):
 
 def balance_table():
     return sheet_of("", [balance(model, *size, d) for model, size in GPTS.items() for d in (2, 8, 64)], {
-        "model": names("model", "model"), "d": column("d", "d", "counted"),
+        "model": name_column("model", "model"), "d": column("d", "d", "counted"),
         "muon": column("muon", "muon", "counted", ".2f"), "at least": column("at least", "least", "counted", ".2f")})
 
 
 def muon_table():
     """Make the table of Muon's rows. DDP's reducer doesn't run in the fake group, so its formula stands for a count."""
     def sent(d):
-        return lambda name: 8 * (d - 1) / d if name == "ddp + muon" else counted(name, d).sent
+        return lambda name: 8 * (d - 1) / d if name == DDP_AND_MUON else counted(name, d).sent
 
     def held(d):
-        return lambda name: None if name == "ddp + muon" else counted(name, d).held
+        return lambda name: None if name == DDP_AND_MUON else counted(name, d).held
     return sheet_of("", MUONS, {
-        "name": names(MUONS.get, "matrices by Muon"), "sent 8": column("sent, d = 8", sent(8), "counted", ".2f"),
+        "name": name_column(MUONS.get, "matrices by Muon"),
+        "sent 8": column("sent, d = 8", sent(8), "counted", ".2f"),
         "sent 64": column("64", sent(64), "counted", ".2f"), "held 8": column("held, d = 8", held(8), "counted", ".2f"),
         "held 64": column("64", held(64), "counted", ".2f"),
-        **{place: column(f"time, d = 2, {place}", lambda name, result=result: time_cell(name, None, result), "measured")
-           for place, result in measured("muon").items()}})
+        "time 1gbit": column("time, d = 2, 1 Gbit/s", times("muon", "1gbit", "ms").get, "measured"),
+        "time 300mbit": column("time, d = 2, 300 Mbit/s", times("muon", "300mbit", "ms").get, "measured")})
 
 
 BLOCKS = {"table": lambda: markdown(table()), "balance": lambda: markdown(balance_table()),
-          "muon": lambda: markdown(muon_table()),
-          "losses": lambda: "\n".join(markdown(report.sheets["losses"]) for report in saved_in("losses.json"))}
+          "muon": lambda: markdown(muon_table()), "losses": PAGES_BLOCKS["losses"]}
 
 
 def main():

@@ -1,222 +1,261 @@
-"""Measures rows, in the process that started the ranks: each is checked and counted, then all are timed in turn."""
+"""Measures rows, from the process that started the ranks: each is checked and counted, then all are timed in turn."""
 
-import dataclasses
-import itertools
+import math
 import statistics
+from dataclasses import dataclass, field
 
 from harness.measuring import examine
-from harness.measuring.memory import KINDS
-from harness.publishing import row_names, tables
-from harness.publishing.results import Marked, Result, Row
-from harness.publishing.row_names import RowId
-from harness.publishing.tables import TEXT, column, names, sheet_of
+from harness.publishing.tables import METHODS, Marked, column, name_column, ratio, sheet_of, small
 from harness.ranks.workers import WorkerError, on_rank_0
 from harness.training import rows as catalogue
+from harness.training.rows import RowId
 
 
-def measure_rows(workers, settings, row_ids, progress=lambda text: None, after_round=lambda result: None):
-    """Measure rows of the catalogue, a list of RowIds. Returns a Result, to which programs add what else they measure.
+@dataclass
+class Row:
+    """What was measured of one row. A row with an `error` has no times.
 
-    A row that fails, that differs from ddp by more than the tolerance, or whose weights never moved, has an `error`
-    that says so, and no times. `progress(text)` is called before each of `n_runs(settings, row_ids)` runs, and
-    `after_round(result)` when all rows were timed once more.
+    `is_wrong`: it computes something else than it should. `step`: a RecordedStep of rank 0, where one was recorded.
+    """
+    row_id: RowId
+    error: str | None = None
+    is_wrong: bool = False
+    rounds_ms: list = field(default_factory=list)  # of a steady step, by round
+    drain_ms: list = field(default_factory=list)  # after the last step of a round
+    examined: examine.Examined | None = None  # over all ranks
+    exposed_ms: float | None = None  # on the rank with most
+    step: object = None
+
+    @property
+    def configuration(self):
+        return catalogue.find(*self.row_id)
+
+    @property
+    def median_ms(self):
+        """Return the median of the rounds; infinite without times, so that such a row is never the fastest."""
+        return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
+
+    def over(self, other):
+        """Return this row's time over the other's; None where one has no times."""
+        return ratio(self.rounds_ms, other.rounds_ms) if other else None
+
+    def fail(self, reason, is_wrong=False):
+        self.error = reason
+        self.is_wrong = is_wrong
+        self.rounds_ms = []
+        self.drain_ms = []
+
+
+@dataclass
+class Rows:
+    """Measured rows, how they were trained, and on what."""
+    settings: examine.Settings
+    conditions: examine.Conditions
+    world_size: int
+    rows: list
+
+    def find(self, base, bucket_mb=None):
+        """Return the Row, or None."""
+        return next((row for row in self.rows if row.row_id == (base, bucket_mb)), None)
+
+    def timed(self, base, bucket_mb=None):
+        """Return the Row if it has times, or None."""
+        row = self.find(base, bucket_mb)
+        return row if row and row.rounds_ms else None
+
+    def failures(self):
+        return [f"{row.row_id.name}: {row.error}" for row in self.rows if row.error]
+
+    def is_wrong(self):
+        """Return whether a stage has failed, or any row computes something else than it should: exit code 1."""
+        return any(row.error and (row.configuration.kind != "peer" or row.is_wrong) for row in self.rows)
+
+    def words(self, hosts=""):
+        """Write ranks, model, batch and rounds. `hosts`: words behind the ranks."""
+        settings = self.settings
+        dtypes = " and ".join(dict.fromkeys(row.configuration.dtype for row in self.rows))
+        return " · ".join([
+            f"{self.conditions.ranks}{hosts}",
+            f"{settings.model}: {self.conditions.parameters:,} parameters, {dtypes}, AdamW",
+            f"a rank's batch: {settings.batch_size} x {settings.sequence_length} bytes", rounds(settings)])
+
+
+def rounds(settings):
+    """Write how often rows were timed."""
+    return f"{settings.rounds} round(s) of {settings.steps} steps"
+
+
+def measure_rows(workers, settings, row_ids, progress=lambda text: None, after_round=lambda measured: None):
+    """Measure rows of the catalogue, a list of RowIds. Returns Rows.
+
+    A row that fails, that differs from its reference by more than the tolerance, or whose weights never moved, has an
+    `error` that says so, and no times. `progress(text)` is called before each of the `n_runs(settings, row_ids)` runs,
+    and `after_round(Rows)` when all rows were timed once more.
     """
     conditions = on_rank_0(workers, examine.describe, settings)
-    conditions.dtype = dtypes_of(row_ids)
-    rows = [_examine(workers, settings, row_id, progress) for row_id in row_ids]
-    result = Result(conditions, rows)
+    rows = []
+    for row_id in row_ids:
+        progress(f"check: {row_id.name}")
+        rows.append(check(workers, settings, row_id))
+    measured = Rows(settings, conditions, workers.world_size, rows)
     for turn in range(settings.rounds):
         first = turn % len(rows)  # no row always comes first
         for row in rows[first:] + rows[:first]:
-            progress(f"round {turn + 1}: {row.name}")
+            progress(f"round {turn + 1}: {row.row_id.name}")
             if not row.error:
-                attempt(row, lambda: row.time(*on_rank_0(workers, examine.time_steps, settings, *row.row_id)))
-        compare(result)
-        after_round(result)
-    return result
-
-
-def measure_more_rows(workers, settings, row_ids, result, progress=lambda text: None):
-    """Measure further rows and add them to `result`. ddp is timed again among them: ratios are of the same minutes."""
-    _, *rows = measure_rows(workers, settings, [RowId(row_names.REFERENCE), *row_ids], progress).rows
-    result.rows += rows
-    result.conditions.dtype = dtypes_of(row.row_id for row in result.rows)
-
-
-def compare(result):
-    """Set each row's ratio to ddp, and how far ddp was from itself in each round."""
-    reference = result.timed(row_names.REFERENCE)
-    for row in result.rows:
-        if reference and row.rounds_ms:
-            row.vs_reference = row.over(reference)
-            if row.kind == "noise":
-                result.conditions.noise = [again / ms for again, ms in zip(row.rounds_ms, reference.rounds_ms)]
-
-
-def dtypes_of(row_ids):
-    return " and ".join(dict.fromkeys(catalogue.find(*row_id).dtype for row_id in row_ids))
-
-
-def is_wrong(result):
-    """Return whether a stage has failed, or any row computes something else than it should: exit code 1."""
-    return any(row.error and (row.kind != "peer" or row.is_wrong) for row in result.rows)
+                time_row(workers, settings, row)
+        after_round(measured)
+    return measured
 
 
 def n_runs(settings, row_ids):
     return len(row_ids) * (1 + settings.rounds)
 
 
-def _examine(workers, settings, row_id, progress):
+def check(workers, settings, row_id):
     """Check and count a row. Returns a Row without times."""
-    configuration = catalogue.find(*row_id)
-    row = Row(*row_id, configuration.kind, configuration.dtype)
-    progress(f"check: {row.name}")
+    row = Row(row_id)
     try:
-        of_ranks = workers.run(examine.examine, settings, *row_id)
+        row.examined = over_ranks(workers.run(examine.examine, settings, row_id))
     except WorkerError as error:
         row.fail(str(error))
         return row
-    row = over_ranks([row_of_rank for row_of_rank, _ in of_ranks])
-    _, movement = of_ranks[0]
+    configuration = row.configuration
     allowed = examine.tolerance(workers.world_size)
-    if row.kind == "floor":  # it sees the data of its own rank only, so no other row agrees with it
-        row.max_abs_diff = None
-    elif row.max_abs_diff > allowed:
-        expected = "ddp" if row.dtype == "float32" else "replicated training with fp32 copies"
-        row.fail(f"wrong: a parameter differs from {expected}'s by {row.max_abs_diff:.1e}, allowed {allowed:g}", True)
-    if movement == 0:
-        row.fail("wrong: its weights did not move", True)
+    if configuration.kind == "floor":  # it sees the data of its own rank only, so no other row agrees with it
+        row.examined = row.examined._replace(difference=None)
+    elif row.examined.difference > allowed:
+        expected = "ddp" if configuration.dtype == "float32" else "replicated training with fp32 copies"
+        row.fail(f"wrong: a parameter differs from {expected}'s by {row.examined.difference:.1e}, allowed {allowed:g}",
+                 is_wrong=True)
+    if row.examined.movement == 0:
+        row.fail("wrong: its weights did not move", is_wrong=True)
     return row
 
 
-def attempt(row, run):
-    """Call `run()`; when a rank fails, write the reason into the row."""
+def time_row(workers, settings, row):
+    """Time a row once more; when a rank fails, write the reason into the row."""
     try:
-        run()
+        step_ms, drain_ms = on_rank_0(workers, examine.time_steps, settings, row.row_id)
+        row.rounds_ms.append(step_ms)
+        row.drain_ms.append(drain_ms)
     except WorkerError as error:
         row.fail(str(error))
 
 
-def over_ranks(rows):
-    """Combine a row as each rank sees it into one Row.
+def over_ranks(of_ranks):
+    """Combine what each rank knows of a row.
 
-    Bytes in memory are those of the rank that holds most, in each phase; by kind, those of the rank that holds most
-    after a step. Bytes on the wire and bytes per parameter are means. Collectives are those of rank 0.
+    Bytes in memory are those of the rank that holds most, in each phase. Bytes on the wire and bytes per parameter are
+    means. Collectives are those of rank 0.
     """
-    def most(field):
-        return {phase: max(getattr(row, field)[phase] for row in rows) for phase in getattr(rows[0], field)}
-
-    def mean(field):
-        of_ranks = [getattr(row, field) for row in rows]
-        return None if None in of_ranks else round(statistics.mean(of_ranks))
-    return dataclasses.replace(
-        rows[0], memory_bytes=most("memory_bytes"), peak_bytes=most("peak_bytes"),
-        held_bytes=max((row.held_bytes for row in rows), key=lambda kinds: sum(kinds.values())),
-        activation_bytes=max(row.activation_bytes for row in rows),
-        wire_bytes=mean("wire_bytes"), line_bytes=mean("line_bytes"),
-        bytes_per_param=statistics.mean(row.bytes_per_param for row in rows))
+    first = of_ranks[0]
+    return first._replace(
+        memory_bytes={phase: max(rank.memory_bytes[phase] for rank in of_ranks) for phase in first.memory_bytes},
+        wire_bytes=round(statistics.mean(rank.wire_bytes for rank in of_ranks)),
+        bytes_per_param=statistics.mean(rank.bytes_per_param for rank in of_ranks))
 
 
 # ---------------------------------------------------------------------------------------------------------- Its tables
 
 
-def beside_formula(field, footnotes, mark, reason, unit=1):
-    """Return functions of a row that read what was counted, marked where it differs from the formula, and the formula.
+def counted(row, name):
+    """Return a field of Examined; None of a row that couldn't be examined."""
+    return getattr(row.examined, name) if row.examined else None
 
-    `footnotes`: {reason: line that begins with the mark}, to which the first function adds.
-    """
-    def counted(row):
-        value = getattr(row, field)
-        theory = getattr(row, f"{field}_theory")
+
+def beside_formula(name, mark, unit=1):
+    """Return a function that reads what was counted of a row, with a mark where it differs from the formula."""
+    def read(row):
+        value = counted(row, name)
+        theory = counted(row, f"{name}_theory")
         if value is None:
             return None
         if abs(value - theory) <= 0.005 * theory:
             return value / unit
-        footnotes[reason] = f"{mark} {reason}"
         return Marked(value / unit, mark)
-
-    def formula(row):
-        return None if getattr(row, field) is None else getattr(row, f"{field}_theory") / unit
-    return counted, formula
+    return read
 
 
-def time_sheet(result):
-    """Make the table of time and traffic."""
-    conditions, footnotes = result.conditions, {}
-    noise = max((abs(again - 1) for again in conditions.noise), default=0)  # how far ddp was from itself in any round
+def noise_of(measured):
+    """Return how many times as long ddp took when it was timed again, by round."""
+    again = next((row for row in measured.rows if row.configuration.kind == "noise"), None)
+    reference = measured.timed(catalogue.REFERENCE)
+    if not again or not reference:
+        return []
+    return [again_ms / ms for again_ms, ms in zip(again.rounds_ms, reference.rounds_ms)]
+
+
+def rows_sheet(measured):
+    """Make the table of time, traffic, memory and correctness."""
+    reference = measured.timed(catalogue.REFERENCE)
+    noise = noise_of(measured)
+    farthest = max((abs(ratio_of_round - 1) for ratio_of_round in noise), default=0)
 
     def over_ddp(row):
-        if not row.rounds_ms or row.vs_reference is None:
+        if not row.rounds_ms or not reference:
             return None
-        is_within_noise = row.kind != "reference" and abs(row.vs_reference - 1) <= noise
-        return Marked(row.vs_reference, "~") if is_within_noise else row.vs_reference
+        over = row.over(reference)
+        is_within_noise = row.configuration.kind != "reference" and abs(over - 1) <= farthest
+        return Marked(over, "~") if is_within_noise else over
 
-    def collectives(row):
-        return "\n".join(f"{count} {kind.replace('_', '-')}" for kind, count in row.collectives.items()) or None
-    sent, formula = beside_formula(
-        "wire_bytes", footnotes, "*", "more than the formula: padding, and flags on which the ranks agree.", 1e6)
-    least, most = min(conditions.noise, default=1), max(conditions.noise, default=1)
-    of_noise = f"~ within the noise: ddp, timed again, took {least:.2f} to {most:.2f} times as long."
+    def memory(row):
+        return row.examined.memory_bytes["peak"] if row.examined else None
+
+    def of_formula(row):
+        return counted(row, "wire_bytes_theory")
+    allowed = examine.tolerance(measured.world_size)
     return sheet_of(
-        "Time and traffic of a step", result.rows, {
-            "name": names(tables.label_of), "ms": column("ms/step\nmedian", "rounds_ms", "measured", ".0f"),
+        f"A step: time, traffic, memory in MB; {rounds(measured.settings)}", measured.rows, {
+            "name": name_column(lambda row: row.row_id.label),
+            "ms": column("ms/step\nmedian", "rounds_ms", "measured", ".0f"),
             "range": column("min–max", "rounds_ms", "measured", ".0f", shows="range"),
             "over_ddp": column("x ddp", over_ddp, "measured", ".2f"),
-            "exposed": column("exposed\nms", "exposed_ms", "measured", ".0f"),
-            "collectives": column("collectives", collectives, "counted", TEXT),
-            "sent": column("MB sent\na rank", sent, "counted", ".1f"),
-            "formula": column("", formula, "formula", ".1f")},
-        [f"x ddp: median of the ratios round by round. MB: 10⁶ bytes, mean over the ranks. {tables.METHODS}",
-         *tables.failures(result.rows)], itertools.chain([of_noise] if conditions.noise else [], footnotes.values()))
+            "sent": column("MB sent\na rank", beside_formula("wire_bytes", "*", 1e6), "counted", ".1f"),
+            "formula": column("", of_formula, "formula", ".1f", unit=1e6),
+            "peak": column("peak", memory, "counted", ".1f", unit=1e6),
+            "bytes": column("bytes a\nparam.", beside_formula("bytes_per_param", "†"), "counted", ".2f"),
+            "difference": column("largest\n|Δ|", lambda row: counted(row, "difference"), "measured", "small")},
+        ["x ddp: median of the ratios round by round. MB: 10⁶ bytes; sent: mean over the ranks; peak: of the rank that "
+         "holds most. Bytes a parameter: parameters, gradients and optimizer state after a step. Largest |Δ|: of any "
+         "parameter on any rank, from ddp, in 16 bits from replicated training with fp32 copies, after 3 steps; "
+         f"allowed: {small(allowed)}. {METHODS}", *measured.failures()],
+        {"~": f"within the noise: ddp, timed again, took {min(noise, default=1):.2f} to {max(noise, default=1):.2f} "
+              "times as long.",
+         "*": "more than the formula: padding, and flags on which the ranks agree.",
+         "†": "not the formula's: padding, shards that are not equal, or tensors that live on after the step."})
 
 
-def memory_sheets(result):
-    """Make the tables of memory and correctness, and of the kinds of memory where these were counted."""
-    conditions, footnotes = result.conditions, {}
-    rows = [row for row in result.rows if row.kind != "noise"]
-    is_16_bits = any(row.dtype != "float32" for row in rows)
-    reference = "ddp, in 16 bits from replicated training with fp32 copies" if is_16_bits else "ddp"
-    phases = {"model": "model\ninit", "optimizer": "optimizer\ninit", "backward": "forward\nbackward", "step": "step",
+def phases_sheet(measured):
+    """Make the table of memory after each phase."""
+    titles = {"model": "model\ninit", "optimizer": "optimizer\ninit", "backward": "forward\nbackward", "step": "step",
               "peak": "peak"}
-    if conditions.device == "cuda":
-        phases["reserved"] = "reserved"
-    counted, formula = beside_formula(
-        "bytes_per_param", footnotes, "†",
-        "not the formula's: padding, shards that are not equal, or tensors that live on after the step.")
-    memory = sheet_of(
-        "Memory of a rank, and the difference from ddp", rows, {
-            "name": names(tables.label_of),
-            **{phase: column(title, lambda row, phase=phase: row.memory_bytes.get(phase), "counted", ".1f", unit=1e6)
-               for phase, title in phases.items()},
-            "bytes": column("bytes a\nparam.", counted, "counted", ".2f"),
-            "formula": column("", formula, "formula", ".2f"),
-            "difference": column("largest\n|Δ|", "max_abs_diff", "measured", "small")},
-        ["Memory after each phase in MB, of the rank that holds most. Bytes a parameter: parameters, gradients and "
-         "optimizer state after a step, mean over the ranks.",
-         f"Largest |Δ|: of any parameter on any rank, from {reference}, after 3 steps; "
-         f"allowed: {tables.small(conditions.tolerance)}."], footnotes.values())
-    if not any(row.held_bytes for row in rows):
-        return [memory]
-    peaks = {"build": "peak:\nbuild", "forward": "\nforward", "backward": "\nbackward", "step": "\nstep"}
-    held = dict(zip(KINDS, ("held:\nparam.", "\ngrads", "\nstate", "\nbuffers")))
-    kinds = sheet_of(
-        "Peak within each phase, and what a rank holds after a step, counted, in MB", rows, {
-            "name": names(tables.label_of),
-            **{phase: column(title, lambda row, phase=phase: row.peak_bytes.get(phase), "", "megabytes", unit=1e6)
-               for phase, title in peaks.items()},
-            **{kind: column(title, lambda row, kind=kind: row.held_bytes.get(kind), "", "megabytes", unit=1e6)
-               for kind, title in held.items()},
-            "activations": column("activa-\ntions", "activation_bytes", "", "megabytes", unit=1e6)},
-        ["Peaks: of the second step. Held: on the rank that holds most; buffers are what is none of the other kinds. "
-         "Activations: what the forward pass leaves for the backward pass."])
-    return [memory, kinds]
+    if measured.conditions.device == "cuda":
+        titles["reserved"] = "reserved"
+    rows = [row for row in measured.rows if row.configuration.kind != "noise"]
+
+    def of_phase(phase):
+        return lambda row: row.examined.memory_bytes[phase] if row.examined else None
+    columns = {phase: column(title, of_phase(phase), "counted", ".1f", unit=1e6) for phase, title in titles.items()}
+    return sheet_of("Memory of a rank after each phase, and its peak, MB", rows,
+                    {"name": name_column(lambda row: row.row_id.label), **columns})
 
 
-def sheets(result):
-    """Return all tables of a bench: time and traffic, memory and correctness, model state, the host's time."""
-    return [time_sheet(result), *memory_sheets(result), *result.sheets.values(), *result.host.values()]
+def times_sheet(measured):
+    """Make the table of variants' times, each over that of its base. Of a row without a base: ms."""
+    def ms(row):
+        return f"{row.median_ms:.0f} ms" if row.rounds_ms else None
+
+    def time(row):
+        base = row.configuration.base
+        if not base:
+            return ms(row)
+        over_base = row.over(measured.timed(base))
+        return None if over_base is None else f"× {over_base:.2f}"
+    return sheet_of("Time per step: of a variant over its base's, of a base in ms", measured.rows, {
+        "name": name_column(lambda row: row.row_id.base), "time": column("time", time, "measured"),
+        "ms": column("ms", ms, "measured")})
 
 
-def show(result):
-    """Print all tables of a bench."""
-    tables.print_sheets(sheets(result), tables.conditions_line(result.conditions))
+def has_variants(measured):
+    return any(row.configuration.base for row in measured.rows)

@@ -1,31 +1,27 @@
-"""Examines a row on every rank: whether it is right, what it sends and holds, and how long its step takes."""
+"""Measures one row, on every rank: whether it is right, what it sends and holds, and how long its step takes.
+
+A row names a way to train (`rows.Configuration`). What is measured of it is put together in every_row.
+"""
 
 import contextlib
 import functools
 import gc
-import os
-import platform
 import statistics
 import time
-from datetime import date
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from harness.measuring.ledger import Ledger
-from harness.measuring.memory import KINDS, Memory, mark_grads, mark_state
-from harness.publishing import row_names
-from harness.publishing.results import AccumulatedRow, Conditions, Row, commit, cpu_name
-from harness.publishing.row_names import RowId
+from harness.measuring.memory import Memory
+from harness.publishing.tables import Made, made_here
 from harness.ranks.exchange import in_place_of_gloos
-from harness.ranks.workers import on_rank_0
 from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
-CHECKED_STEPS = 3  # step 2 is the first with exchanged parameters and moments that aren't zero; step 3 is counted
+CHECKED_STEPS = 3  # step 2 is the first with exchanged parameters and moments that aren't zero; 3 runs under the Ledger
 
 
 class Settings(NamedTuple):
@@ -39,8 +35,16 @@ class Settings(NamedTuple):
     seed: int = 0
 
 
+class Conditions(NamedTuple):
+    """On what rows were trained. `ranks`: backend, ranks and threads in words. `parameters`: of the model."""
+    made: Made
+    ranks: str
+    device: str
+    parameters: int
+
+
 def adamw(settings):
-    """Return AdamW's settings, the same in every row, with fused kernels. `tolerance` says why eps isn't 1e-8."""
+    """Return AdamW's arguments, the same in every row, with fused kernels. `tolerance` says why eps isn't 1e-8."""
     return dict(lr=MODELS[settings.model].lr, weight_decay=0.1, eps=1e-6, fused=True)
 
 
@@ -55,25 +59,21 @@ def make_batches(settings, rank):
     """Make as many batches as any measurement takes, in advance: no step's time includes making them."""
     train, _ = corpus.split(corpus.load_bytes(settings.data))
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
-                               settings.seed, rank.device)
+                             settings.seed, rank.device)
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
 
 
 def describe(rank, settings):
-    """Return the Conditions of a run on one host."""
+    """Return the Conditions of a run."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
     make_batches(settings, rank)  # bad --data fails before anything is measured
-    on_gpu = rank.device.type == "cuda"
-    return Conditions(
-        machine=torch.cuda.get_device_name(rank.device) if on_gpu else cpu_name(), torch=torch.__version__,
-        python=platform.python_version(), backend=rank.backend, device=rank.device.type,
-        gpus=torch.cuda.device_count() if on_gpu else 0, ranks=rank.world_size,
-        threads_per_rank=torch.get_num_threads(), **settings._asdict(), parameters=numel, warmup_steps=WARMUP_STEPS,
-        tolerance=tolerance(rank.world_size), commit=commit(), date=date.today().isoformat())
-
-
-def device_type(rank):
-    return rank.device.type
+    words = f"{rank.backend}, {rank.world_size} rank(s) x {torch.get_num_threads()} thread(s)"
+    machine = None
+    if rank.device.type == "cuda":
+        machine = torch.cuda.get_device_name(rank.device)
+        n_gpus = torch.cuda.device_count()
+        words += f" that share {n_gpus} GPU(s)" if n_gpus < rank.world_size else ""
+    return Conditions(made_here(machine), words, rank.device.type, numel)
 
 
 def default_model(rank):
@@ -88,9 +88,9 @@ def tolerance(world_size):
     """Return the largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS fp32 steps.
 
     On one or two ranks every order of summation gives the same bits. On more, sums differ in the last bits. AdamW
-    divides a gradient by its own size, so a gradient that is nothing but rounding error would become a step of up to
-    lr: softmax cancels the bias of attention's keys, for example. With eps = 1e-6 such noise is a ten-thousandth of lr:
-    2e-7 at d = 3 and 4 (4e-6 with 1e-8). A wrong stage shows differences like lr: 1e-4 to 1e-3.
+    divides a gradient by its own size, so pure rounding noise becomes a step of up to lr. (The bias of attention's
+    keys has such a gradient: softmax cancels it.) With eps = 1e-6 noise stays a ten-thousandth of lr: 2e-7 was measured
+    on 3 and 4 ranks, and 4e-6 with eps = 1e-8. A wrong stage shows differences like lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
 
@@ -99,7 +99,7 @@ def tolerance(world_size):
 def reference_params(settings, rank, build, dtype):
     """Return rank 0's parameters before and after CHECKED_STEPS plain steps of the reference, on every rank."""
     model = make_model(settings, rank, dtype)
-    before = [param.detach().clone() for param in model.parameters()]
+    before = [param.detach().clone() for param in model.parameters()]  # one seed: the same on every rank
     training = build(model, adamw(settings))
     for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
@@ -109,110 +109,71 @@ def reference_params(settings, rank, build, dtype):
     return before, after
 
 
-@in_place_of_gloos()
-def examine(rank, settings, base, bucket_mb=None):
-    """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns (Row, movement).
+class Examined(NamedTuple):
+    """What one rank knows of a row after CHECKED_STEPS steps. Bytes are those of this rank.
 
-    The Row's bytes are those of this rank, and its `max_abs_diff` is the largest difference between a parameter of any
-    rank and the reference's. `movement` is the largest difference between a parameter and its value before training.
+    `difference`: the largest, of a parameter of any rank from the reference's. `movement`: the largest difference
+    between a parameter and its value before training. `memory_bytes`: by phase, see `count_memory`.
     """
+    difference: float
+    movement: float
+    collectives: dict  # {kind: how many}
+    wire_bytes: int
+    wire_bytes_theory: int
+    memory_bytes: dict
+    bytes_per_param: float
+    bytes_per_param_theory: float
+
+
+@in_place_of_gloos()
+def examine(rank, settings, row_id):
+    """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns Examined."""
     # CUDA has faster sums in an order that varies, but two runs must agree to the bit.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
-    configuration = rows.find(base, bucket_mb)
+    configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
     before, reference = reference_params(settings, rank, configuration.reference, configuration.dtype)
     gc.collect()
-    training, memory_fields = count_memory(rank, settings, configuration, batches[:2])
-    dist.barrier()
-    bytes_before = interface_bytes()
+    training, memory_bytes, held = count_memory(rank, settings, configuration, batches[:2])
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
-    dist.barrier()
-    line_bytes = None if bytes_before is None else interface_bytes() - bytes_before
     params = training.full_params()
     torch.use_deterministic_algorithms(False)
     numel = sum(param.numel() for param in training.model.parameters())
-    row = Row(
-        base, bucket_mb, configuration.kind, configuration.dtype, max_abs_diff=largest_difference(params, reference),
-        collectives=ledger.collectives, message_bytes=ledger.message_bytes, wire_bytes=ledger.wire_bytes,
-        line_bytes=line_bytes, wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),
-        bytes_per_param=sum(memory_fields["held_bytes"].values()) / numel,
-        bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer),
-        **memory_fields)
-    return row, largest_difference(params, before)
+    return Examined(
+        largest_difference(params, reference), largest_difference(params, before), ledger.collectives,
+        ledger.wire_bytes, round(configuration.wire_bytes(numel, rank.world_size)), memory_bytes, held / numel,
+        configuration.bytes_per_param(numel, rank.world_size, training.optimizer))
 
 
 def count_memory(rank, settings, configuration, batches):
-    """Build a row and train two steps. Returns the Training, and {name: value} of a Row's fields of bytes in memory.
+    """Build a row and train two steps. Returns (Training, {phase: bytes in memory}, bytes after the second step).
 
-    `memory_bytes`, after each phase, are from step 1, which makes the state. `peak_bytes`, within each phase, are from
-    step 2, in which the state exists already. `held_bytes`, by kind, are alive after step 2.
+    | phase | bytes |
+    | model, optimizer | after the model, and the optimizer, was built |
+    | backward, step | after each, in step 1, which makes the state |
+    | peak | the most at any moment of the build and of both steps |
+    | reserved | on a GPU: what torch's allocator has taken, for tensors and in reserve |
     """
     with Memory(rank.device) as memory:
         model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
-        live_after = {"model": memory.live}
+        memory_bytes = {"model": memory.live}
         training = configuration.build(model, adamw(settings))
-        live_after["optimizer"] = memory.settle()
-        build_peak = memory.peak
-        first = memory_of_step(memory, training, batches[0])
-        training.zero_grad()
-        second = memory_of_step(memory, training, batches[1])
-        held = {kind: memory.by_kind().get(kind, 0) for kind in KINDS}
-        training.zero_grad()
-        live_after |= {"backward": first.live_after["backward"], "step": first.live_after["step"],
-                       "peak": max(build_peak, *first.peak_within.values(), *second.peak_within.values())}
-        if rank.device.type == "cuda":  # what torch's allocator has taken, for tensors and in reserve
-            live_after["reserved"] = memory.reserved
-    return training, {"memory_bytes": live_after, "peak_bytes": {"build": build_peak, **second.peak_within},
-                      "activation_bytes": second.activations, "held_bytes": held}
-
-
-class StepMemory(NamedTuple):
-    """Bytes in memory during one step."""
-    peak_within: dict  # by phase
-    live_after: dict  # by phase
-    activations: int
-
-
-def memory_of_step(memory, training, batch):
-    """Train one step, without zeroing gradients. Returns StepMemory; every storage then has its kind, by Memory.mark.
-
-    Activations are what the forward pass leaves alive, except for parameters, which FSDP2 gathers in it.
-    """
-    peak_within, live_after = {}, {}
-
-    def live_without_params():
-        memory.mark("parameters", training.model.parameters())
-        return memory.live - memory.by_kind().get("parameters", 0)
-
-    def end(phase):
-        live_after[phase] = memory.settle()
-        peak_within[phase] = memory.peak
-        memory.reset_peak()
-    memory.settle()
-    memory.reset_peak()
-    before = live_without_params()
-    loss = training.forward(*batch)
-    end("forward")
-    activations = live_without_params() - before
-    loss.backward()
-    del loss
-    end("backward")
-    mark_grads(memory, training.model.parameters())
-    training.update()
-    training.finish()
-    end("step")
-    mark_state(memory, training.optimizer)
-    return StepMemory(peak_within, live_after, activations)
-
-
-def interface_bytes():
-    """Return the bytes that gloo's network interface has sent, with headers; None if gloo has none of its own."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    lines = Path("/proc/net/dev").read_text().splitlines() if interface else []  # of this process's network
-    sent_field = 9  # behind the interface's name and eight fields of what was received
-    return next((int(line.split()[sent_field]) for line in lines if line.split()[0] == f"{interface}:"), None)
+        memory_bytes["optimizer"] = memory.settle()
+        for number, batch in enumerate(batches, 1):
+            training.forward_backward(batch)
+            after_backward = memory.settle()
+            training.update()
+            training.finish()
+            held = memory.settle()
+            if number == 1:
+                memory_bytes |= {"backward": after_backward, "step": held}
+            training.zero_grad()
+        memory_bytes["peak"] = memory.peak
+        if rank.device.type == "cuda":
+            memory_bytes["reserved"] = memory.reserved
+    return training, memory_bytes, held
 
 
 def largest_difference(tensors, expected):
@@ -225,9 +186,9 @@ def largest_difference(tensors, expected):
 
 
 @in_place_of_gloos()
-def time_steps(rank, settings, base, bucket_mb=None):
-    """Return what `time_warm_steps` returns for a row."""
-    training = make_training(rank, settings, rows.find(base, bucket_mb))
+def time_steps(rank, settings, row_id):
+    """Time one row. Returns (median ms per step, ms to drain)."""
+    training = make_training(rank, settings, rows.find(*row_id))
     batches = make_batches(settings, rank)
     for batch in batches[:WARMUP_STEPS]:
         training.step(batch)
@@ -246,20 +207,20 @@ def time_warm_steps(rank, step, inputs, finish):
     previous step has sent. What the last step sends is waited for once, as the drain. There is no barrier between
     steps: it would wait for messages in flight.
     """
-    marks = [mark(rank.device)]
+    times = [timestamp(rank.device)]
     for step_input in inputs:
         step(step_input)
-        marks.append(mark(rank.device))
+        times.append(timestamp(rank.device))
     finish()
-    drain = milliseconds(marks[-1], mark(rank.device))
-    step_ms = statistics.median(map(milliseconds, marks, marks[1:]))
+    drain = milliseconds(times[-1], timestamp(rank.device))
+    step_ms = statistics.median(map(milliseconds, times, times[1:]))
     slowest = torch.tensor([step_ms, drain], device=rank.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
-def mark(device):
-    """Return a timestamp; on a GPU an event, recorded when its queue gets there."""
+def timestamp(device):
+    """Return the time; on a GPU an event, recorded when its queue gets there."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -275,40 +236,22 @@ def milliseconds(start, end):
 
 
 @in_place_of_gloos()
-def time_accumulation(rank, settings, row_id, micro_batches, in_no_sync):
-    """Return ms per micro-batch, with one exchange per step (`in_no_sync`) or one for each micro-batch."""
+def time_accumulation(rank, settings, row_id, micro_batches, exchanges_each=False):
+    """Return ms per micro-batch, with one exchange per step, or one for each micro-batch (`exchanges_each`)."""
     batches = make_batches(settings, rank)
     training = make_training(rank, settings, rows.find(*row_id))
 
     def step(_number):
         for micro in range(micro_batches):
             is_last = micro == micro_batches - 1
-            with training.no_sync() if in_no_sync and not is_last else contextlib.nullcontext():
+            sends = exchanges_each or is_last
+            context = contextlib.nullcontext() if sends else training.no_sync()
+            with context:
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()
+
     for number in range(WARMUP_STEPS):
         step(number)
     step_ms, _ = time_warm_steps(rank, step, range(settings.steps), training.finish)
     return step_ms / micro_batches
-
-
-def time_rows(workers, settings, ddp_mb=None, progress=lambda text: None):
-    """Time several rows with one exchange per step, and stage 4 also with one for each micro-batch, all in turn.
-
-    `ddp_mb`: the bucket size of DDP's row. Returns an AccumulatedRow for each number of micro-batches. The more
-    micro-batches a step has, the fewer steps a round has, but at least 2.
-    """
-    row_ids = {"no_sync_ms": RowId(row_names.OVERLAP), "each_ms": RowId(row_names.OVERLAP),
-               "compute_ms": RowId(row_names.COMPUTE_ONLY), "ddp_ms": RowId(row_names.REFERENCE, ddp_mb),
-               "stage3_ms": RowId(row_names.GRAD_BUFFER)}
-    accumulated = [AccumulatedRow(n) for n in (1, 2, 4)]
-    for turn in range(settings.rounds):
-        for row in accumulated:
-            n = row.micro_batches
-            shorter = settings._replace(steps=max(2, settings.steps // n))
-            for field, row_id in row_ids.items():
-                progress(f"round {turn + 1}: {n} micro-batches, {row_id.name}")
-                in_no_sync = field != "each_ms"
-                getattr(row, field).append(on_rank_0(workers, time_accumulation, shorter, row_id, n, in_no_sync))
-    return accumulated

@@ -1,22 +1,19 @@
-"""Measures on a GPU what updates of stages 3 and 4 cost beside plain AdamW, in time and memory, and what overlap saves.
+"""Records whole steps on a GPU, beside a link that is played: what overlap saves there.
 
     python -m harness.measuring.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
-One process plays rank 0 of d with torch's fake process group. First it times the sharded update: collectives return at
-once, the batch is one byte long, and backward() is outside the clock. Then it times whole steps beside a played link.
-Without a GPU it prints one line.
+One process plays rank 0 of 8. A collective moves nothing. It occupies a stream of its own, as NCCL's do, for as long as
+its bytes take on a link of the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows
+what 8 GPUs would do, except for what NCCL's kernels take from other kernels: some multiprocessors, and some of the
+memory's rate. Without a GPU the program prints one line.
 """
 
 import functools
-import importlib
-import statistics
 import time
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest import mock
 
 from harness.ranks import command_line
-
 
 fail = functools.partial(command_line.fail, "cuda")
 
@@ -33,137 +30,18 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
-from torch._C._distributed_c10d import FakeWork
 
 from harness import STAGE_3, STAGE_4
-from harness.measuring import host_time, memory
+from harness.measuring import host_time
 from harness.measuring.ledger import wire_bytes
-from harness.publishing import results, row_names
-from harness.publishing.results import Message, RecordedStep, Report, length, made_here, overlap, ratio, union
-from harness.publishing.tables import column, made_line, names, sheet_of, sheet_text
+from harness.publishing.pictures import Message, RecordedStep, length, overlap, to_draw, union
+from harness.publishing.tables import Report, column, made_here, name_column, ratio, save_and_show, sheet_of
 from harness.ranks import exchange
 from harness.ranks.meeting import rank_0_of
 from harness.training import rows as catalogue
 from harness.training.models import GPT, MODELS
-from harness.training.replicated import UPDATE_BYTES
 
 ADAMW = {"lr": 1e-4, "fused": True}
-FUSED = "fused AdamW"  # torch's own, of the whole model
-WARMUP_STEPS = 2  # the first one makes the state
-
-
-def n_allocations(device):
-    """Return how often torch's allocator was asked for memory; 0 on a CPU, whose allocator doesn't count."""
-    return torch.cuda.memory_stats(device)["allocation.all.allocated"] if device.type == "cuda" else 0
-
-
-def seconds_of(function, device):
-    """Time one call, until the device has done what it launched."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    function()
-    wait()
-    return time.perf_counter() - start
-
-
-def copy_rate(device, n_bytes=2**30, repeats=10):
-    """Return bytes per second, read and written, of a copy in the device's memory: what no update can exceed."""
-    source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    times = [seconds_of(lambda: target.copy_(source), device) for _ in range(repeats)]
-    return 2 * n_bytes / statistics.median(times)
-
-
-def at_once(*_, async_op=False, **__):
-    """Stand in for a collective. torch's fake all-gather copies this rank's part d times, more than a step moves."""
-    return FakeWork() if async_op else None
-
-
-@mock.patch.multiple(dist, all_gather_into_tensor=at_once, reduce_scatter_tensor=at_once)
-def time_steps(model, optimizer, device, n_steps):
-    """Return (median seconds of `optimizer.step()`, number of allocations in the last step)."""
-    tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    times = []
-    for _ in range(WARMUP_STEPS + n_steps):
-        model(tokens, tokens).backward()
-        before = n_allocations(device)
-        times.append(seconds_of(optimizer.step, device))
-        allocations = n_allocations(device) - before
-        optimizer.zero_grad()
-    return statistics.median(times[WARMUP_STEPS:]), allocations
-
-
-@dataclass
-class UpdateRow:
-    """What the update of one model costs. Where memory isn't enough, `error` says so and there are no figures."""
-    stage: str  # a package, or FUSED
-    model: str
-    d: int
-    step_ms: float | None = None
-    bytes_per_s: float | None = None
-    allocations: int | None = None  # of torch's allocator, as the next two: None on a CPU
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    error: str | None = None
-
-
-def measure_update(stage, model_name, d, device, n_steps=10):
-    """Time the update of one model by `stage`, a package or FUSED, as rank 0 of d. Returns an UpdateRow."""
-    row = UpdateRow(stage, model_name, d)
-    try:
-        with rank_0_of(d):
-            if device.type == "cuda":
-                memory.forget_peaks(device)  # of the row before
-            with device:  # a CPU takes longer to make up a billion weights than all that is measured
-                model = GPT(MODELS[model_name])
-            numel = sum(param.numel() for param in model.parameters())
-            is_fused = stage == FUSED
-            optimizer_cls = torch.optim.AdamW if is_fused else importlib.import_module(stage).DistributedOptimizer
-            optimizer = optimizer_cls(model.parameters(), **ADAMW)
-            seconds, row.allocations = time_steps(model, optimizer, device, n_steps)
-            row.step_ms = seconds * 1000
-            row.bytes_per_s = UPDATE_BYTES * numel / d / seconds
-            if device.type == "cuda":
-                row.peak_bytes = torch.cuda.max_memory_allocated(device)
-                row.reserved_bytes = torch.cuda.max_memory_reserved(device)
-    except torch.OutOfMemoryError as error:
-        row.error = str(error).splitlines()[0]
-    return row
-
-
-def measure_updates(device, models=("medium", "large"), ranks=(1, 8), n_steps=10):
-    """Measure plain AdamW, then both stages at each d, for each model. Returns UpdateRows."""
-    cases = [(FUSED, 1), *((stage, d) for stage in (STAGE_3, STAGE_4) for d in ranks)]
-    return [measure_update(stage, name, d, device, n_steps) for name in models for stage, d in cases]
-
-
-def update_sheet(rows, bytes_per_s, conditions):
-    """Make the table of UpdateRows; `bytes_per_s`: of a copy on the device; `conditions`: a line."""
-    plain_ms = {row.model: row.step_ms for row in rows if row.stage == FUSED}
-
-    def over_plain(row):
-        return row.step_ms / plain_ms[row.model] if plain_ms[row.model] and row.d == 1 and not row.error else None
-    return sheet_of(
-        "The sharded update on a GPU", rows, {
-            "name": names(lambda row: f"{row.model}: {row.stage}"), "d": column("d", "d"),
-            "ms": column("step\nms", lambda row: "out of memory" if row.error else row.step_ms, "measured", ".2f"),
-            "over_plain": column("x AdamW", over_plain, "measured", ".2f"),
-            "gb_per_s": column("GB/s", "bytes_per_s", "measured", ".0f", unit=1e9),
-            "over_copy": column("x copy", "bytes_per_s", "measured", ".2f", unit=bytes_per_s),
-            "new": column("new", "allocations", "counted", ".0f"),
-            "peak_mb": column("peak", "peak_bytes", "counted", ".0f", unit=1e6),
-            "reserved_mb": column("reserved", "reserved_bytes", "counted", ".0f", unit=1e6)},
-        [f"GB/s: {UPDATE_BYTES} bytes for each parameter that this rank owns, over the whole step; a copy on the "
-         f"device moves {bytes_per_s / 1e9:.0f}. new: allocations in one step. Peak and reserved in MB.", conditions])
-
-
-# ---------------------------------------------------------------------------- Whole steps, beside a link that is played
-# A collective moves nothing. It occupies a stream of its own, as NCCL's do, for as long as its bytes take on a link of
-# the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows what d GPUs would do, except
-# for what NCCL's kernels take from other kernels: some multiprocessors, and some of the memory's rate.
-
-
 D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
 SEQUENCE_LENGTH = 512
 COMPUTES_OVER_BYTES = 1.25  # of plain training, over DDP's all-reduce: the batch is chosen so
@@ -226,22 +104,32 @@ class Link:
                                    **{name: self.plays("all_gather") for name in exchange.GATHERS})
 
 
+def seconds_of(function):
+    """Time one call, until the GPU has done what it launched."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def cycles_per_s(cycles=10**8):
     """Measure the clock that torch.cuda._sleep() counts."""
     torch.cuda._sleep(cycles // 10)  # loads the kernel
-    return cycles / seconds_of(lambda: torch.cuda._sleep(cycles), torch.device("cuda"))
+    return cycles / seconds_of(lambda: torch.cuda._sleep(cycles))
 
 
-def configurations(link):
+def builds(link):
+    """Return {name of a row: build(model, AdamW's arguments)}."""
     ddp = catalogue.with_ddp(torch.optim.AdamW, hook=link.all_reduce_of_ddp, is_alone=True)
     return {
         "computing alone": catalogue.compute_only,
-        row_names.REFERENCE: ddp,
+        catalogue.REFERENCE: ddp,
         "ddp, 100 MiB buckets": functools.partial(ddp, bucket_mb=100),
-        row_names.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
-        row_names.GRAD_BUFFER: catalogue.stage(STAGE_3),
+        catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+        catalogue.GRAD_BUFFER: catalogue.stage(STAGE_3),
         "stage 4 overlap, no prefetch": catalogue.stage(STAGE_4),
-        row_names.OVERLAP: catalogue.stage(STAGE_4, prefetch=True),
+        catalogue.OVERLAP: catalogue.stage(STAGE_4, prefetch=True),
     }
 
 
@@ -266,7 +154,7 @@ def fitting_batch(model_name, device):
     seconds = {}
     for size in (small, large):
         run(training, batch_of(size, device))
-        seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), 3), device) / 3
+        seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), 3)) / 3
     seconds_per_sequence = (seconds[large] - seconds[small]) / (large - small)
     return max(1, round(small + (wanted_s - seconds[small]) / seconds_per_sequence))
 
@@ -331,7 +219,7 @@ def measure_overlap(device, model_name="medium", n_rounds=3):
     batch = batch_of(size, device)
     with rank_0_of(D), link.played():
         trainings, steps = {}, {}
-        for name, build in configurations(link).items():
+        for name, build in builds(link).items():
             torch.manual_seed(0)
             with device:
                 model = GPT(MODELS[model_name])
@@ -349,7 +237,7 @@ def measure_overlap(device, model_name="medium", n_rounds=3):
 
 def overlap_sheet(rows, conditions):
     """Make the table of GpuSteps."""
-    ddp_ms = next(row.rounds_ms for row in rows if row.name == row_names.REFERENCE)
+    ddp_ms = next(row.rounds_ms for row in rows if row.name == catalogue.REFERENCE)
 
     def phase_ms(name):
         return lambda row: next(1000 * (end - start) for phase, start, end in row.step.phases if phase == name)
@@ -358,7 +246,7 @@ def overlap_sheet(rows, conditions):
         return 1000 * length(union((message.start, message.end) for message in row.step.communication))
     return sheet_of(
         f"Whole steps of rank 0 of {D} on one GPU, beside a simulated link", rows, {
-            "name": names(), "ms": column("ms/step", "rounds_ms", "measured", ".1f"),
+            "name": name_column(), "ms": column("ms/step", "rounds_ms", "measured", ".1f"),
             "over_ddp": column("x ddp", lambda row: ratio(row.rounds_ms, ddp_ms), "measured", ".2f"),
             **{name: column(name, phase_ms(name), "measured", ".1f") for name in ("forward", "backward", "step")},
             "in_flight": column("in flight\nms", in_flight_ms, "modelled", ".1f"),
@@ -368,21 +256,16 @@ def overlap_sheet(rows, conditions):
          f"{len(rows[0].rounds_ms)} step(s), recorded by torch.profiler."])
 
 
-DRAWN = row_names.REFERENCE, row_names.GRAD_BUFFER, row_names.OVERLAP
+DRAWN = catalogue.REFERENCE, catalogue.GRAD_BUFFER, catalogue.OVERLAP
 PICTURE = f"One recorded step of rank 0 of {D} on a GPU, beside a simulated link"
 
 
 def measure(device, host_steps=60):
     """Measure all of it. Returns a Report."""
-    bytes_per_s = copy_rate(device)
-    origin = replace(made_here(), machine=torch.cuda.get_device_name(device))
-    n_steps = 10
-    conditions = made_line(origin, "float32", f"median of {n_steps} steps, no communication")
-    updates = update_sheet(measure_updates(device, n_steps=n_steps), bytes_per_s, conditions)
-    host = host_time.measure_ranks(device, n_steps=host_steps)
-    rows, words = measure_overlap(device)
-    return Report(origin, {"updates": updates, "overlap": overlap_sheet(rows, words)}, host,
-                  steps={row.name: row.step for row in rows if row.name in DRAWN}, title=PICTURE)
+    rows, conditions = measure_overlap(device)
+    sheets = {"overlap": overlap_sheet(rows, conditions), "host": host_time.measure_host(340, 8, host_steps, device)}
+    drawn = [(row.name, row.step) for row in rows if row.name in DRAWN]
+    return Report(made_here(torch.cuda.get_device_name(device)), sheets, drawn=to_draw(drawn, PICTURE))
 
 
 def main():
@@ -390,10 +273,7 @@ def main():
     if not torch.cuda.is_available():
         return print("cuda: there is no GPU here: nothing was measured")
     command_line.check_writable("--json", args.json, fail)
-    report = measure(torch.device("cuda", 0))
-    sheets = [*report.sheets.values(), *report.host.values()]
-    command_line.write_and_show(args.json, results.to_json(report), fail,
-                                lambda: print("\n".join(map(sheet_text, sheets))))
+    save_and_show(args.json, measure(torch.device("cuda", 0)), fail)
 
 
 if __name__ == "__main__":

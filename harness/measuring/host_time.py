@@ -34,8 +34,7 @@ if __name__ == "__main__":
 import torch
 
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.publishing import row_names
-from harness.publishing.tables import column, names, sheet_of, sheet_text
+from harness.publishing.tables import column, name_column, sheet_of, sheet_text
 from harness.ranks.meeting import rank_0_of
 from harness.training import rows as catalogue
 
@@ -47,15 +46,15 @@ ADAMW = {"lr": 1e-3, "fused": True}
 
 BUILD = {
     "plain AdamW": catalogue.compute_only,
-    row_names.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
-    row_names.ZERO: functools.partial(catalogue.ddp_and_zero, is_alone=True),
-    row_names.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
-    row_names.NAIVE_BROADCAST: catalogue.stage(STAGE_1),
-    row_names.ALL_GATHER: catalogue.stage(STAGE_2),
+    catalogue.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
+    catalogue.ZERO: functools.partial(catalogue.ddp_and_zero, is_alone=True),
+    catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+    catalogue.NAIVE_BROADCAST: catalogue.stage(STAGE_1),
+    catalogue.ALL_GATHER: catalogue.stage(STAGE_2),
     "stage 3 core": catalogue.stage(STAGE_3, "ShardedOptimizer"),
-    row_names.GRAD_BUFFER: catalogue.stage(STAGE_3),
+    catalogue.GRAD_BUFFER: catalogue.stage(STAGE_3),
     "stage 4 core": catalogue.stage(STAGE_4, "ShardedOptimizer", prefetch=True, bucket_cap_mb=0.02),
-    row_names.OVERLAP: catalogue.stage(STAGE_4, prefetch=True, bucket_cap_mb=0.02),
+    catalogue.OVERLAP: catalogue.stage(STAGE_4, prefetch=True, bucket_cap_mb=0.02),
 }
 
 
@@ -123,7 +122,7 @@ def host_sheet(times, n_tensors, d):
         return lambda name: 1e3 * getattr(best[name], field)
     return sheet_of(
         f"Best host time of a step, ms, measured: {n_tensors} tensors of {SIDE} x {SIDE}, rank 0 of {d}", times, {
-            "name": names(str), "forward": column("forw.", phase("forward"), form=".2f"),
+            "name": name_column(str), "forward": column("forw.", phase("forward"), form=".2f"),
             "backward": column("backw.", phase("backward"), form=".2f"),
             "step": column("step", phase("step"), form=".2f"),
             "zero_grad": column("zero", phase("zero_grad"), form=".2f"),
@@ -135,21 +134,12 @@ def host_sheet(times, n_tensors, d):
          "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MiB."])
 
 
-def measure_ranks(device="cpu", n_tensors=340, ranks=(1, 8, 64), n_steps=60, progress=lambda text: None):
-    """Return {d: Sheet} for each d of `ranks`."""
-    by_ranks = {}
-    for d in ranks:
-        progress(f"host time as rank 0 of {d}")
-        by_ranks[d] = measure_host(n_tensors, d, n_steps, device)
-    return by_ranks
-
-
 def main():
     args = options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for n_tensors in args.tensors:
-        for sheet in measure_ranks(device, n_tensors, args.ranks, args.steps).values():
-            print(sheet_text(sheet))
+        for d in args.ranks:
+            print(sheet_text(measure_host(n_tensors, d, args.steps, device)))
 
 
 if __name__ == "__main__":

@@ -1,145 +1,162 @@
-"""Tables and pictures of rows measured on two hosts: what a link allows, and how near to that each row comes."""
+"""Makes tables and pictures of rows measured on two hosts: what a link allows, and how near to that each row comes."""
 
-from harness.publishing import pictures, row_names
-from harness.publishing import results as saved
-from harness.publishing.results import Marked, ratio
-from harness.publishing.row_names import (
+from typing import NamedTuple
+
+from harness.measuring.every_row import counted, rounds
+from harness.publishing import pictures
+from harness.publishing.tables import METHODS, NONE, Marked, cell_text, column, name_column, ratio, sheet_of
+from harness.training import rows as catalogue
+from harness.training.rows import (
+    ALL_GATHER,
     COMPUTE_ONLY,
     DEFAULT_MB,
+    FSDP2,
+    GRAD_BUFFER,
     ONE_PARAMETER,
     OVERLAP,
     REFERENCE,
+    REPLICATED,
     SIZES,
     RowId,
-    is_whole,
 )
-from harness.publishing.tables import METHODS, TEXT, cells_of, column, failures, label_of, names, rate_words, sheet_of
 
 SHORT = {"float32": "", "bfloat16": " bf16"}  # behind the name of a row
 TUNED = "ddp, tuned"
 FLOOR = "floor"
 
 
-def link_ms(result, row):
-    """Return the ms that a row's bytes take by the formula; None of a row that has failed."""
-    if row.wire_bytes_theory is None:
-        return None
-    return 1000 * 8 * row.wire_bytes_theory / result.conditions.bits_per_second
+class Link(NamedTuple):
+    """A link between two hosts. `rate`: as tc writes it, 300mbit."""
+    rate: str
+    bits_per_second: float
+
+    @property
+    def words(self):
+        """Write "300mbit" as "300 Mbit/s"."""
+        return self.rate.replace("kbit", " Kbit/s").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+    def ms(self, row):
+        """Return the ms that a row's bytes take by the formula; None of a row that couldn't be examined."""
+        n_bytes = counted(row, "wire_bytes_theory")
+        return None if n_bytes is None else 1000 * 8 * n_bytes / self.bits_per_second
 
 
-def over_floor(result, row):
+def tuned_ddp(measured, sweep):
+    """Return DDP's row with the best size of bucket; None where no size was tried, or nothing was measured."""
+    with_size = [row for row in measured.rows if row.row_id.base == REFERENCE and row.row_id.bucket_mb is not None
+                 and row.rounds_ms]
+    if with_size:
+        return min(with_size, key=lambda row: row.median_ms)
+    return measured.timed(REFERENCE) if sweep else None
+
+
+def over_floor(measured, link, row):
     """Return a row's time over the larger of compute only, of the same dtype, and the link's time; None: not known."""
-    link = link_ms(result, row)
-    alone = result.timed(COMPUTE_ONLY + SHORT[row.dtype])
-    return ratio(row.rounds_ms, [max(link, ms) for ms in alone.rounds_ms]) if alone and link is not None else None
+    link_ms = link.ms(row)
+    alone = measured.timed(COMPUTE_ONLY + SHORT[row.configuration.dtype])
+    if not alone or link_ms is None:
+        return None
+    return ratio(row.rounds_ms, [max(link_ms, ms) for ms in alone.rounds_ms])
 
 
-def stage4_over(result, row):
+def stage4_over(measured, row):
     """Return stage 4's time over a row's, of the same dtype; None: stage 4 wasn't timed."""
-    stage4 = result.timed(OVERLAP + SHORT[row.dtype])
-    return ratio(stage4.rounds_ms, row.rounds_ms) if stage4 else None
+    stage4 = measured.timed(OVERLAP + SHORT[row.configuration.dtype])
+    return stage4.over(row) if stage4 else None
 
 
-def link_sheet(result):
+def link_sheet(measured, link):
     """Make the table of what no row can be faster than, with stage 4 beside each row."""
     return sheet_of(
-        f"A link of {rate_words(result.conditions.rate)}", result.rows, {
-            "name": names(label_of),
+        f"A link of {link.words}, {rounds(measured.settings)}", measured.rows, {
+            "name": name_column(lambda row: row.row_id.label),
             "ms": column("ms a step\nmedian (min–max)", "rounds_ms", "measured", ".0f", shows="both"),
-            "drain": column("drain\nms", "drain_ms", "measured", ".0f"),
             "exposed": column("exposed\nms", "exposed_ms", "measured", ".0f"),
-            "link": column("line\nms", lambda row: link_ms(result, row), "formula", ".0f"),
-            "over_floor": column("x floor", lambda row: over_floor(result, row), "measured", ".2f"),
-            "stage4_over": column("stage 4\nover this", lambda row: stage4_over(result, row), "measured", ".2f")},
-        [f"Line: bytes by the formula, over the rate. Ratios: medians, round by round. {METHODS}",
-         *failures(result.rows)])
+            "over_floor": column("x floor", lambda row: over_floor(measured, link, row), "measured", ".2f"),
+            "stage4_over": column("stage 4\nover this", lambda row: stage4_over(measured, row), "measured", ".2f")},
+        [f"Ratios: medians, round by round. {METHODS}", *measured.failures()])
+
+
+def ladder_sheet(measured, link, sweep):
+    """Make the measured columns of README's table."""
+    tuned = tuned_ddp(measured, sweep)
+    ddp = tuned or measured.timed(REFERENCE)
+    words = f"tuned DDP's ({tuned.row_id.size} buckets)" if tuned else "DDP's with its default buckets"
+
+    def row_of(rung):
+        return ddp if rung.row == REFERENCE else measured.timed(rung.row)
+
+    def peak(rung):
+        row = row_of(rung)
+        return row.examined.memory_bytes["peak"] if row else None
+
+    def time(rung):
+        row = row_of(rung)
+        return row.over(ddp) if row else None
+    settings = measured.settings
+    made = measured.conditions.made
+    return sheet_of("", catalogue.RUNGS, {
+        "stage": name_column("title", "stage"), "peak": column("peak memory, MB", peak, form=".0f", unit=1e6),
+        "time": column("time ÷ DDP's", time, form=".2f")},
+        [f"The peak includes activations of {settings.batch_size} sequences. Time: `DistributedOptimizer`'s step, "
+         f"divided by {words}. Two emulated hosts, {link.words}, median of {settings.rounds} rounds ({made.machine}, "
+         f"{made.date})."])
 
 
 # -------------------------------------------------------------------------------------------------- One link to another
 
 
 # Name in table and picture -> row, from the slowest to the fastest.
-CURVES = {"stage 2, all-gather": row_names.ALL_GATHER, row_names.REPLICATED: row_names.REPLICATED,
-          "stage 3, grad buffer": row_names.GRAD_BUFFER, "FSDP2": row_names.FSDP2, "DDP, default buckets": REFERENCE,
-          "DDP, tuned buckets": TUNED, "stage 4, overlap": OVERLAP, FLOOR: FLOOR}
+CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, grad buffer": GRAD_BUFFER,
+          "FSDP2": FSDP2, "DDP, default buckets": REFERENCE, "DDP, tuned buckets": TUNED, "stage 4, overlap": OVERLAP,
+          FLOOR: FLOOR}
 
 
-def row_of(result, base):
-    return row_names.tuned_row(result, REFERENCE) if base == TUNED else result.timed(base)
+def over_computing(measured, link, sweep):
+    """Return {name in the curve: time over that of computing alone, the median of the ratios by round, or None}."""
+    alone = measured.timed(COMPUTE_ONLY)
 
-
-def over_computing(result, base):
-    """Return a row's time over that of computing alone, the median of the ratios by round; None: not measured."""
-    alone = result.timed(COMPUTE_ONLY)
-    if base == FLOOR:
-        return max(1.0, link_ms(result, result.find(OVERLAP)) / alone.median_ms)
-    row = row_of(result, base)
-    return row.over(alone) if row else None
-
-
-def curve_sheet(results):
-    """Make the table of the curve: a row for each measure, a column for each rate, the slowest first."""
-    results = sorted(results, key=lambda result: result.conditions.bits_per_second)
-
-    def of_row(base, get):
-        def read(result):
-            row = row_of(result, base)
-            return get(result, row) if row else None
-        return read
-    measures = {name: (".2f", lambda result, base=base: over_computing(result, base)) for name, base in CURVES.items()}
-    measures |= {
-        "stage 4 over tuned DDP": (".2f", of_row(TUNED, stage4_over)),
-        "stage 4 over the floor": (".2f", of_row(OVERLAP, over_floor)),
-        "DDP's best buckets": (TEXT, of_row(TUNED, lambda _, row: row.size)),
-        "compute only, ms": (".0f", of_row(COMPUTE_ONLY, lambda _, row: row.rounds_ms)),
-        "rounds x steps": (TEXT, lambda result: f"{result.conditions.rounds} x {result.conditions.steps}"),
-        "stage 4's drain, ms": (".0f", of_row(OVERLAP, lambda _, row: row.drain_ms))}
-    by_rate = sheet_of("", results, {name: column(name, get, "", form) for name, (form, get) in measures.items()})
-    columns = [rate_words(result.conditions.rate) for result in results]
-    rows = [[name, *cells] for name, cells in zip(measures, zip(*cells_of(by_rate)))]
-    conditions = [result.conditions for result in results]
-    return sheet_of("Time per step over computing alone", rows, {
-        "name": names(lambda row: row[0]),
-        **{rate: column(rate.replace(" ", "\n"), lambda row, place=place: row[place], "measured")
-           for place, rate in enumerate(columns, 1)}},
-        [f"Medians of the ratios round by round. {METHODS}",
-         *(f"{rate}: {c.machine}, {c.date}, commit {c.commit}." for rate, c in zip(columns, conditions))])
-
-
-CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
-
-
-def curve_picture(results):
-    """Draw what overlap is worth on every link, the slowest first: time per step over that of computing alone."""
-    figure, (axis,) = pictures.panels(1, 1, (7.6, 4.2))
-    rates = [result.conditions.bits_per_second for result in results]
-    for (name, base), colour in zip(CURVES.items(), CURVE_COLOURS):
-        ratios = [(rate, over_computing(result, base)) for rate, result in zip(rates, results)]
-        points = [(rate, over_alone) for rate, over_alone in ratios if over_alone is not None]
-        style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
+    def over(base):
         if base == FLOOR:
-            style |= {"linestyle": "--", "marker": ""}
-        if base == row_names.REPLICATED:  # stage 3's line lies on it
-            style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
-        axis.plot(*zip(*points), color=colour, label=name, **style)
-    axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
-             title="What communication adds to a step, on two hosts", xlabel="rate of the link",
-             ylabel="time per step / time of computing alone")
-    axis.set_xticks(rates, [rate_words(result.conditions.rate).replace(" ", "\n") for result in results])
-    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= axis.get_ylim()[1]]
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.minorticks_off()
-    axis.grid(True)
-    figure.legend(loc="outside right upper")
-    return pictures.drawn(figure)
+            return max(1.0, link.ms(measured.find(OVERLAP)) / alone.median_ms)
+        row = tuned_ddp(measured, sweep) if base == TUNED else measured.timed(base)
+        return row.over(alone) if row else None
+    return {name: over(base) for name, base in CURVES.items()}
 
 
-# --------------------------------------------------------------------------------- Accumulation, and sizes of buckets
+def curve_sheet(measured, link, sweep):
+    """Make the column of the curve's table that one link fills; `tables.beside` puts several links together."""
+    tuned = tuned_ddp(measured, sweep)
+    stage4 = measured.timed(OVERLAP)
+    settings = measured.settings
+    lines = {name: cell_text(over, ".2f") for name, over in over_computing(measured, link, sweep).items()}
+    lines |= {
+        "stage 4 over tuned DDP": cell_text(stage4_over(measured, tuned) if tuned else None, ".2f"),
+        "stage 4 over the floor": cell_text(over_floor(measured, link, stage4) if stage4 else None, ".2f"),
+        "DDP's best buckets": tuned.row_id.size if tuned else NONE,
+        "compute only, ms": f"{measured.timed(COMPUTE_ONLY).median_ms:.0f}",
+        "rounds x steps": f"{settings.rounds} x {settings.steps}",
+        "stage 4's drain, ms": cell_text(stage4.drain_ms if stage4 else None, ".0f")}
+    return sheet_of("Time per step over computing alone", lines, {
+        "name": name_column(str), link.rate: column(link.words.replace(" ", "\n"), lines.get, "measured")})
 
 
-def accumulation_sheets(accumulation):
+# ----------------------------------------------------------------------------------- Accumulation, and sizes of buckets
+
+
+class Accumulated(NamedTuple):
+    """Milliseconds per micro-batch, by round, of steps of `micro_batches`."""
+    micro_batches: int
+    no_sync_ms: list  # stage 4, one exchange per step
+    each_ms: list  # stage 4, one exchange per micro-batch
+    compute_ms: list
+    ddp_ms: list
+    stage3_ms: list
+
+
+def accumulation_sheets(rows, ddp_row_id, link):
     """Make the tables of what an exchange each costs stage 4, and of communication's share of a step."""
-    first = accumulation.rows[0]  # with one micro-batch both ways are the same
+    first = rows[0]  # with one micro-batch both ways are the same
     noise = max(abs(each_ms / once_ms - 1) for once_ms, each_ms in zip(first.no_sync_ms, first.each_ms))
 
     def price(row):
@@ -150,92 +167,68 @@ def accumulation_sheets(accumulation):
         return lambda row: 1 - ratio(row.compute_ms, getattr(row, field))
     number = column("micro-batches\na step", "micro_batches")
     exchanges = sheet_of(
-        "Accumulation in stage 4, ms a micro-batch", accumulation.rows, {
+        f"Accumulation in stage 4, ms a micro-batch, {link.words}", rows, {
             "number": number,
             "once": column("in no_sync:\none exchange", "no_sync_ms", "measured", ".0f", shows="both"),
             "each": column("without:\nan exchange each", "each_ms", "measured", ".0f", shows="both"),
             "price": column("x no_sync", price, "measured", ".2f")},
         ["Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard."],
-        [f"~ within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart."])
+        {"~": f"within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart."})
     shares = sheet_of(
-        "Communication's share of a step with one exchange", accumulation.rows, {
+        f"Communication's share of a step with one exchange, {link.words}", rows, {
             "number": number, "compute": column("compute only,\nms a micro-batch", "compute_ms", "measured", ".0f"),
             "ddp": column("DDP\n", share("ddp_ms"), "measured", ".0%"),
             "stage3": column("stage 3\n", share("stage3_ms"), "measured", ".0%"),
             "stage4": column("stage 4\n", share("no_sync_ms"), "measured", ".0%")},
-        [f"1 - compute only / this row. DDP: the row {RowId(REFERENCE, accumulation.ddp_mb).name}."])
-    return [exchanges, shares]
+        [f"1 - compute only / this row. DDP: the row {ddp_row_id.name}."])
+    return {"accumulation": exchanges, "shares": shares}
 
 
-def buckets_sheet(sweep):
+def buckets_sheet(sweep, link):
     """Make the table of time by size of bucket; of stage 4 also what the size costs in messages and memory."""
-    conditions = sweep.conditions
-    swept = {row.row_id: row for row in sweep.rows}
-
     def of_row(base, get):
-        return lambda size: get(swept[base, size]) if (base, size) in swept else None
+        def read(size):
+            row = sweep.find(base, size)
+            return get(row) if row else None
+        return read
 
     def messages(row):
-        return row.collectives.get("send") or row.collectives.get("reduce_scatter")
+        kinds = row.examined.collectives
+        return kinds.get("send") or kinds.get("reduce_scatter")
+    tried = [size for size in (*SIZES, None) if any(row.row_id.bucket_mb == size for row in sweep.rows)]
     return sheet_of(
-        "Bucket size, ms a step", [size for size in (*SIZES, None) if any(mb == size for _, mb in swept)], {
-            "size": names(lambda size: RowId("", size).size),
+        f"Bucket size, ms a step, {link.words}, {rounds(sweep.settings)}", tried, {
+            "size": name_column(lambda size: RowId("", size).size),
             "ddp": column("ddp\n", of_row(REFERENCE, lambda row: row.rounds_ms), "measured", ".0f"),
             "stage4": column("stage 4\n", of_row(OVERLAP, lambda row: row.rounds_ms), "measured", ".0f"),
             "messages": column("its messages\nof gradients", of_row(OVERLAP, messages), "counted"),
-            "bytes": column("its bytes a\nparameter", of_row(OVERLAP, lambda row: row.bytes_per_param), "counted",
-                            ".2f")},
-        [f"Medians of {conditions.rounds} round(s) of {conditions.steps} steps. DDP's default is {DEFAULT_MB} MiB. The "
-         f"model's gradients have {conditions.parameters * 4 / 1e6:.1f} MB.", *failures(sweep.rows)])
+            "bytes": column("its bytes a\nparameter", of_row(OVERLAP, lambda row: counted(row, "bytes_per_param")),
+                            "counted", ".2f")},
+        [f"DDP's default is {DEFAULT_MB} MiB. The model's gradients have {sweep.conditions.parameters * 4 / 1e6:.1f} "
+         "MB.", *sweep.failures()])
 
 
-def swept_times(rows, base):
-    """Return [(place of the size in SIZES, ms), …] of one row of a sweep, in order."""
-    return sorted((SIZES.index(DEFAULT_MB if row.bucket_mb is None else row.bucket_mb), row.median_ms)
-                  for row in rows if row.base == base and row.rounds_ms)
+def swept_times(sweep, base):
+    """Return [(place of the size in SIZES, ms), …] of one row of a sweep, in order; of a picture the raw numbers."""
+    return sorted((SIZES.index(DEFAULT_MB if row.row_id.bucket_mb is None else row.row_id.bucket_mb), row.median_ms)
+                  for row in sweep.rows if row.row_id.base == base and row.rounds_ms)
 
 
-def sweep_picture(results):
-    """Draw the sweeps of results on two hosts, the slowest link first; "" where there is none."""
-    swept = [result for result in results if is_whole(result.sweep)]
-    if not swept:
-        return ""
-    figure, axes = pictures.panels(1, len(swept), (5 * len(swept), 3.4))
-    for axis, result in zip(axes, swept):
-        for base, colour in ((OVERLAP, "#3a9d5d"), (REFERENCE, "#4a90d9")):
-            axis.plot(*zip(*swept_times(result.sweep.rows, base)), "o-", color=colour, label=base, markersize=4)
-        axis.set_xticks(range(len(SIZES)), ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES])
-        axis.set(title=f"{rate_words(result.conditions.rate)}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
-        axis.grid(axis="y")
-    figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
-    return pictures.drawn(figure)
+# ------------------------------------------------------------------------------------------------------------- Pictures
 
 
-# ------------------------------------------------------------------------------------- A recorded step, and all tables
-
-
-def recorded_steps(result):
-    """Return ([(name, recorded step on rank 0)], title) of the ladder, for pictures.text and pictures.svg."""
-    conditions = result.conditions
-    ddp = row_names.tuned_row(result, REFERENCE)  # a peer counts at its best setting
-    ladder = [ddp if ddp and base == REFERENCE else result.find(base) for base in row_names.LADDER]
-    steps = [(row.name, row.timeline[0]) for row in ladder if row and row.timeline]
-    return steps, (f"One recorded step on rank 0 of {conditions.hosts} hosts with a link of "
-                   f"{rate_words(conditions.rate)}; the table has medians of others")
-
-
-def steps_picture(results):
-    """Draw the recorded steps of the rate that is to be drawn; "" where no step was saved."""
-    result = saved.to_draw(results)
-    steps, title = recorded_steps(result) if result else ([], "")
-    return pictures.svg(steps, title) if steps else ""
-
-
-def sheets(result):
-    """Return the tables of what was measured on a link."""
-    parts = [link_sheet(result)]
-    if result.sweep:
-        parts.append(buckets_sheet(result.sweep))
-    if result.accumulation:
-        parts += accumulation_sheets(result.accumulation)
-    return parts
+def to_draw(measured, link, sweep):
+    """Return the raw numbers of pictures: recorded steps of the ladder, this link's points of the curve, the sweep."""
+    drawn = {"rate": link.words, "bits_per_second": link.bits_per_second}
+    tuned = tuned_ddp(measured, sweep)  # a peer counts at its best setting
+    ladder = [tuned if tuned and base == REFERENCE else measured.find(base) for base in catalogue.LADDER]
+    steps = [(row.row_id.name, row.step) for row in ladder if row and row.step]
+    if steps:
+        drawn |= pictures.to_draw(steps, f"One recorded step on rank 0 of 2 hosts with a link of {link.words}; the "
+                                         "table has medians of others")
+    if measured.timed(COMPUTE_ONLY) and measured.find(ALL_GATHER):
+        drawn["curve"] = over_computing(measured, link, sweep)
+    if sweep and sweep.find(OVERLAP, ONE_PARAMETER):
+        drawn["sweep"] = {base: swept_times(sweep, base) for base in (OVERLAP, REFERENCE)}
+        drawn["sizes"] = ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES]
+    return drawn

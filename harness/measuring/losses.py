@@ -15,9 +15,7 @@ import torch
 
 from harness import STAGE_4
 from harness.measuring.examine import Settings, adamw, make_batches, make_model
-from harness.publishing import pictures, results
-from harness.publishing.results import Report, made_here
-from harness.publishing.tables import column, made_line, names, sheet_of, sheet_text
+from harness.publishing.tables import Report, column, made_here, name_column, save_and_show, sheet_of
 from harness.ranks import command_line
 from harness.ranks.workers import Workers, on_rank_0
 from harness.training import corpus
@@ -59,12 +57,12 @@ def measure(workers, n_steps, n_seeds):
     return {(name, beta2): by_seed(name, beta2) for beta2 in BETAS for name in CONFIGURATIONS}
 
 
-def loss_sheet(losses, bases, n_steps, conditions):
+def loss_sheet(losses, bases, n_steps):
     """Make the table of losses, {(name, beta2): loss by seed}; `bases`: name -> the name that it is compared with."""
     def difference(name, beta2):
         pairs = zip(losses[name, beta2], losses[bases[name], beta2])
         return " ".join(f"{loss - base_loss:+.4f}" for loss, base_loss in pairs)
-    columns = {"name": names(str)}
+    columns = {"name": name_column(str)}
     for beta2 in dict.fromkeys(beta2 for _, beta2 in losses):
         columns[f"loss, beta2 {beta2}"] = column(
             f"beta2 {beta2}\nloss", lambda name, beta2=beta2: losses[name, beta2], "measured", ".4f")
@@ -72,7 +70,7 @@ def loss_sheet(losses, bases, n_steps, conditions):
             "more, by seed", lambda name, beta2=beta2: difference(name, beta2), "measured")
     return sheet_of(f"Losses after {n_steps} steps", dict.fromkeys(name for name, _ in losses), columns, [
         "Loss: nats a byte of text that no step has seen, the median over the seeds. More: than stage 4 of the same "
-        "dtype, same seed.", conditions])
+        "dtype, same seed."])
 
 
 # ------------------------------------------------------------------------- The same steps on 1, 2, 4 and 8 ranks
@@ -84,7 +82,6 @@ MAX_NORM = 1.0
 BY_RANKS = Settings("nano", batch_size=2, sequence_length=32, steps=200)
 SAME_BITS = "same_bits"
 METHODS = {"DDP": ddp, "stage 4": stage(STAGE_4), SAME_BITS: stage("variants.same_bits", leaves=LEAVES)}
-COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", SAME_BITS: "#d06a2c"}
 
 
 def params_by_step(rank, method, n_steps):
@@ -126,37 +123,13 @@ def measure_differences(n_steps):
     return differences
 
 
-def difference_sheet(differences):
-    return sheet_of("After each step", differences, {
-        "name": names(str), "params": column("parameters", differences.get, "measured", "small")})
-
-
-def picture(report):
-    """Draw how far the parameters are from those on one rank, by step."""
-    figure, (axis,) = pictures.panels(1, 1, (7.6, 3.6))
-    curves = report.sheets["by_step"].numbers("params")
-    differences = [difference for curve in curves.values() for difference in curve if difference]
-    least = min(differences) / 10
-    for name, curve in curves.items():
-        method, ranks = name.split(", ")
-        axis.plot(range(1, len(curve) + 1), [max(difference, least) for difference in curve], color=COLOURS[method],
-                  label=name, linestyle={"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}[ranks])
-    axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
-    powers = [10.0**power for power in range(-9, 1) if 2 * least < 10.0**power < 2 * max(differences)]
-    axis.set_yticks([least, *powers], ["0", *(f"{power:.0e}" for power in powers)])
-    axis.minorticks_off()
-    axis.grid(True)
-    figure.legend(loc="outside right upper")
-    return pictures.drawn(figure)
-
-
 def describe(rank):
-    """Say in a line under which conditions the losses hold."""
+    """Say in words under which conditions the losses hold."""
     numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
-    return made_line(
-        made_here(), f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",
+    return " · ".join([
+        f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",
         f"a rank's batch: {SETTINGS.batch_size} x {SETTINGS.sequence_length} bytes of the source of Python's standard "
-        "library")
+        "library"])
 
 
 def main():
@@ -171,9 +144,10 @@ def main():
         losses = measure(workers, args.steps, args.seeds)
         conditions = on_rank_0(workers, describe)
     differences = measure_differences(min(args.steps, BY_RANKS.steps))
-    sheet = loss_sheet(losses, {name: base for name, (_, base) in CONFIGURATIONS.items()}, args.steps, conditions)
-    report = Report(made_here(), {"losses": sheet, "by_step": difference_sheet(differences)})
-    command_line.write_and_show(args.json, results.to_json(report), parser.error, lambda: print(sheet_text(sheet)))
+    sheet = loss_sheet(losses, {name: base for name, (_, base) in CONFIGURATIONS.items()}, args.steps)
+    # The picture draws the raw numbers of each step.
+    report = Report(made_here(), {"losses": sheet}, conditions, drawn={"differences": differences})
+    save_and_show(args.json, report, parser.error)
 
 
 if __name__ == "__main__":

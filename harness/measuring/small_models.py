@@ -38,8 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.measuring.examine import time_warm_steps
-from harness.publishing.results import made_here
-from harness.publishing.tables import column, made_line, names, sheet_of, sheet_text
+from harness.publishing.tables import column, made_here, made_line, name_column, sheet_of, sheet_text
 from harness.ranks.workers import Workers
 
 N_LAYERS = 4
@@ -91,7 +90,7 @@ def main():
     def over_ddp(method):
         return lambda numel: [ms / ddp_ms for ms, ddp_ms in zip(times[numel][method], times[numel][DDP])]
     print(sheet_text(sheet_of("A step with a clip", args.params, {
-        "params": names("{:,}".format, "parameters"),
+        "params": name_column("{:,}".format, "parameters"),
         DDP: column("DDP, ms", lambda numel: statistics.median(times[numel][DDP]), "measured", ".2f"),
         **{method: column(f"{method} ÷ DDP", over_ddp(method), "measured", ".2f", shows="both") for method in METHODS},
     }, [made_line(made_here(), f"{args.ranks} ranks, {N_LAYERS} layers, batch {BATCH_SIZE}, "

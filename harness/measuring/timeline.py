@@ -31,14 +31,20 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from harness.measuring.every_row import attempt
 from harness.measuring.examine import WARMUP_STEPS, Settings, make_batches, make_training
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
-from harness.publishing import row_names
-from harness.publishing.pictures import can_draw, svg, text
-from harness.publishing.results import Message, RecordedStep, length, most_alive, overlap, union
-from harness.ranks.command_line import write
+from harness.publishing.pictures import (
+    Message,
+    RecordedStep,
+    can_draw,
+    caption,
+    length,
+    most_alive,
+    overlap,
+    svg,
+    union,
+)
 from harness.ranks.exchange import in_place_of_gloos
 from harness.ranks.workers import WorkerError, Workers
 from harness.training import rows as catalogue
@@ -83,13 +89,13 @@ class Recorder(Ledger):
 
 
 @in_place_of_gloos()
-def record(rank, settings, base, bucket_mb=None):
+def record(rank, settings, row_id):
     """Record steps of a row without pauses. Returns the step of median length, on this rank: see `one_step`."""
     if rank.device.type != "cpu":
         raise RuntimeError("on a GPU this would show when kernels are launched, not when they run: use torch.profiler")
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
     with Memory(rank.device) as memory:
-        training = make_training(rank, settings, catalogue.find(base, bucket_mb))
+        training = make_training(rank, settings, catalogue.find(*row_id))
         for batch in batches:
             training.step(batch)
         training.finish()
@@ -125,12 +131,19 @@ def span_of(recorder, number):
     return start, end
 
 
-def record_rows(workers, settings, rows, progress=lambda text: None):
-    """Record every Row that has no error: sets its `timeline`, by rank."""
+def record_rows(workers, settings, rows, progress):
+    """Record a step of every Row that has no error: sets its `step`, of rank 0, and its exposed time."""
     for row in rows:
-        if not row.error:
-            progress(f"timeline: {row.name}")
-            attempt(row, lambda: setattr(row, "timeline", workers.run(record, settings, *row.row_id)))
+        if row.error:
+            continue
+        progress(f"timeline: {row.row_id.name}")
+        try:
+            steps = workers.run(record, settings, row.row_id)
+        except WorkerError as error:
+            row.fail(str(error))
+            continue
+        row.step = steps[0]
+        row.exposed_ms = max(1000 * step.exposed_seconds for step in steps)
 
 
 def one_step(recorder, number):
@@ -156,23 +169,27 @@ def main():
     args = options()
     command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     command_line.check_writable("--out", args.out, fail)
+    if not can_draw():
+        fail("pictures need matplotlib: pip install matplotlib")
     if args.out.suffix != ".svg":
         fail(f"--out {args.out}: the picture is an SVG: let its name end in .svg")
     every = [row.name for row in catalogue.ROWS if row.dtype == "float32"]
-    asked = row_names.LADDER if args.rows == "all" else [name for name in every if args.rows in name]
+    asked = catalogue.LADDER if args.rows == "all" else [name for name in every if args.rows in name]
     if not asked:
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(every)}")
     settings = Settings(args.model, args.batch_size, args.sequence_length, steps=3)
+    rows = []
     with Workers(args.ranks) as workers:
-        rows = [(f"{name}, rank {rank}", step) for name in every if name in (*asked, row_names.REFERENCE)
-                for rank, step in enumerate(workers.run(record, settings, name)[: 1 if args.rows == "all" else None])]
+        for name in every:
+            if name in (*asked, catalogue.REFERENCE):
+                steps = workers.run(record, settings, catalogue.RowId(name))
+                drawn = steps[:1] if args.rows == "all" else steps
+                rows += [(f"{name}, rank {rank}", step) for rank, step in enumerate(drawn)]
     title = f"One step, {args.ranks} ranks on one machine: {args.model}, {args.batch_size} x {args.sequence_length}"
-    try:
-        if can_draw():
-            write("--out", args.out, svg(rows, title), fail)
-    finally:  # the disk may be full
-        print(text(rows))
-    print(f"written to {args.out}" if can_draw() else "for the picture: pip install matplotlib")
+    command_line.write("--out", args.out, svg(rows, title), fail)
+    for name, step in rows:
+        print(f"{name}: {caption(step)}")
+    print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Measures rows of the bench on two hosts, made on one machine and joined by a link of limited rate.
 
 --curve measures the rows of the curve at one rate after the other. At each, a short sweep tunes DDP's buckets first. A
-rate whose rows are in the file already is left out, so a run that was interrupted goes on. `make report` draws the
-picture when the file is published. Exit code: 0; that of the first rate that fails; 1 when a row is wrong; 2 for bad
-input.
+rate whose file is there already is left out, so a run that was interrupted goes on.
+
+Exit code: 0; 1 when a row is wrong or a host fails; 2 for bad input.
 """
 
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import os
 import re
@@ -32,17 +31,17 @@ def options():
     parser = command_line.Parser("network", __doc__)
     add = parser.add_argument
     add("--curve", nargs="?", const=",".join(CURVE_STEPS), metavar="RATES",
-        help="the curve, at these rates (default %(const)s), with --json measured/network.json")
-    add("--rate", default="1gbit", help="of the line, as tc writes it: 300mbit, 1gbit (default 1gbit)")
+        help="the curve, at these rates (default %(const)s), each in measured/network_RATE.json")
+    add("--rate", default="1gbit", help="of the link, as tc writes it: 300mbit, 1gbit (default 1gbit)")
     add("--model", choices=MODELS, default="tiny", help="(default tiny)")
     command_line.add_sizes(add, batch_size=8)
     add("--rounds", type=COUNT, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=COUNT, default=6, help="timed in a round, one by one (default 6)")
     add("--ranks-per-host", type=COUNT, default=1, help="processes on each of the two hosts (default 1)")
-    add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, or one of several with commas "
-        "between them, ddp and compute only; or curve")
-    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; the best are "
-        "rows, now and in later runs at this rate with the same --json")
+    add("--rows", default="", metavar="TEXT", help="rows whose name contains TEXT, or one of several with commas "
+        "between them (ddp and compute only are always measured); or curve")
+    add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes: the best of "
+        "DDP are rows, too")
     add("--accumulation", action="store_true", help="also time 1 to 4 micro-batches a step: what communication "
         "takes of it, and both ways to accumulate in stage 4")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
@@ -55,45 +54,63 @@ if __name__ == "__main__":
 
 from harness.measuring import every_row, examine, links, timeline
 from harness.measuring.examine import Settings
-from harness.publishing import pictures, row_names, tables
-from harness.publishing.results import Accumulation, Result, Sweep, from_json, merged, to_json
-from harness.publishing.row_names import RowId, is_asked
-from harness.ranks.command_line import write
+from harness.measuring.links import Link
+from harness.publishing.tables import TERMINAL_WIDTH, Report, beside, from_json, save_and_show, sheet_text
 from harness.ranks.workers import WorkerError, Workers, on_rank_0
 from harness.training import rows as catalogue
+from harness.training.rows import (
+    ALL_GATHER,
+    COMPUTE_ONLY,
+    FSDP2,
+    GRAD_BUFFER,
+    HALF_OVERLAPS,
+    LADDER,
+    NAIVE_BROADCAST,
+    OVERLAP,
+    OVERLAP_BF16,
+    REFERENCE,
+    REPLICATED,
+    SIZES,
+    ZERO,
+    RowId,
+    is_asked,
+)
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-ROWS = [*map(RowId, (
-    row_names.COMPUTE_ONLY, row_names.REFERENCE, "ddp + stage 2", row_names.ZERO, row_names.FSDP2,
-    row_names.REPLICATED, row_names.NAIVE_BROADCAST, row_names.ALL_GATHER, row_names.GRAD_BUFFER, "owner reduce")),
-    RowId("owner reduce", 2), *map(RowId, row_names.HALF_OVERLAPS),
-    *map(RowId, (row_names.OVERLAP, "compute only bf16", row_names.OVERLAP_BF16))]
+NAMES = [COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, REPLICATED, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER,
+         "owner reduce", *HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16]
+ROWS = [RowId(name) for name in NAMES]
+ROWS.insert(NAMES.index("owner reduce") + 1, RowId("owner reduce", 2))
 # --rows curve: what --curve times at each rate.
-CURVE = [*map(RowId, (row_names.COMPUTE_ONLY, row_names.REFERENCE, row_names.REPLICATED, row_names.ALL_GATHER,
-                      row_names.GRAD_BUFFER, row_names.OVERLAP, row_names.FSDP2))]
-# Rows of which a step is recorded, to show which part of its communication is exposed.
-RECORDED = {row_names.FSDP2, *row_names.LADDER, *row_names.HALF_OVERLAPS}
-UNDRAWN = "variants", "muon", "hybrid"  # words of --rows: rows that they name get a time, and no picture
-VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # where --rows asks for them
+CURVE = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, REPLICATED, ALL_GATHER, GRAD_BUFFER, OVERLAP, FSDP2)]
+# A step of these rows is recorded, to show which part of its communication is exposed.
+RECORDED = {FSDP2, *LADDER, *HALF_OVERLAPS}
+VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # measured where --rows asks for them
+ALWAYS_MEASURED = REFERENCE, COMPUTE_ONLY  # whatever --rows says
+# The rows of a sweep; of the curve's sweep at each rate DDP alone, with fewer sizes.
+SWEPT = [*(RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(RowId(OVERLAP, size) for size in SIZES)]
+SWEPT_FOR_CURVE = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 4)]
+TUNED = [REFERENCE, ZERO]  # these rows are also measured with the bucket size that is DDP's best
 
 
 def parse():
     args = options()
     for rate in args.curve.split(",") if args.curve else [args.rate]:
-        bits_per_second(rate)
+        link_of(rate)  # refuses a wrong rate
     names = [row_id.name for row_id in [*ROWS, *VARIANTS]]
     if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
+    command_line.check_length(args.sequence_length, args.model, MODELS, fail)
     return args
 
 
-def bits_per_second(rate):
-    """Parse "300mbit" as 3e8."""
+def link_of(rate):
+    """Parse "300mbit". Returns a Link."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    bits = float(match[1]) * UNITS[match[2]] if match else 0
-    if not 1e3 <= bits <= 1e12:
+    bits_per_second = float(match[1]) * UNITS[match[2]] if match else 0
+    if not 1e3 <= bits_per_second <= 1e12:
         fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
-    return bits
+    return Link(rate, bits_per_second)
 
 
 # ------------------------ Two network namespaces of Linux, joined by a link that is held to a rate, and gone afterwards
@@ -101,7 +118,7 @@ def bits_per_second(rate):
 
 NETWORK = "10.99.0.0/24"  # inside namespaces: nobody else sees it
 ADDRESSES = ["10.99.0.1", "10.99.0.2"]
-TCP = "cubic"  # Linux's default, whatever this machine has set: how senders find the rate is part of a figure
+TCP = "cubic"  # Linux's default, whatever this machine has set: times depend on how senders find the link's rate
 CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
@@ -155,7 +172,7 @@ class Hosts:
                 signal.signal(number, handler)
 
     def enter(self, rank):
-        """Put the process of this rank, which has no tensors yet, on its host, which has every second core."""
+        """Move the process of this rank to its host. Each of the two hosts has every second core of the machine."""
         host = rank // self.ranks_per_host
         with open(Path("/run/netns", self.names[host])) as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
@@ -192,155 +209,141 @@ LIMIT_S = 3600  # of one row: on a slow link a step takes a minute
 
 
 def measure_on_two_hosts(args):
-    """Make two hosts, start ranks on them, and measure. Returns a Result. Raises WorkerError, OSError."""
+    """Make two hosts, start ranks on them, and measure. Returns (Rows, Report). Raises WorkerError, OSError."""
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, args.timeout, LIMIT_S, hosts.enter) as workers:
         return measure(args, workers)
 
 
 def measure(args, workers):
-    """Measure what `args` ask for, all rows in turn. Returns a Result."""
+    """Measure what `args` ask for, all rows in turn. Returns (Rows, Report)."""
     settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
-
-    def progress(text):
-        print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+    link = link_of(args.rate)
     is_curve = args.rows == "curve"
     sweep = None
-    tuned_ids = args.tuned_ids
+    tuned = []
     if args.sweep:
         short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-        row_ids = row_names.SWEPT_FOR_CURVE if is_curve else row_names.SWEPT
-        sweep_result = every_row.measure_rows(workers, short, row_ids, progress)
-        sweep = Sweep(sweep_result.conditions, sweep_result.rows)
-        tuned_ids = row_names.tuned_row_ids(sweep.rows)
-    result = every_row.measure_rows(workers, settings, rows_to_measure(args, tuned_ids), progress)
-    result.sweep = sweep
-    if not is_curve and not any(word in args.rows for word in UNDRAWN):
-        timeline.record_rows(workers, settings, [row for row in result.rows if row.base in RECORDED], progress)
-    if args.accumulation:
-        time_accumulation(workers, settings, result, tuned_ids, progress)
-    progress("")
-    print(end="\r", file=sys.stderr)
-    result.conditions = dataclasses.replace(
-        result.conditions, rate=args.rate, bits_per_second=bits_per_second(args.rate), hosts=2, tcp=TCP,
-        cores_per_host=on_rank_0(workers, count_cores))
-    return result
+        sweep = every_row.measure_rows(workers, short, SWEPT_FOR_CURVE if is_curve else SWEPT, say)
+        tuned = tuned_row_ids(sweep)
+    measured = every_row.measure_rows(workers, settings, rows_to_measure(args, tuned), say)
+    if not is_curve and not args.rows:
+        timeline.record_rows(workers, settings, [row for row in measured.rows if row.row_id.base in RECORDED], say)
+    accumulation = accumulation_sheets(workers, measured, tuned, link) if args.accumulation else {}
+    print("\r" + " " * 60, end="\r", file=sys.stderr)
+    n_cores = on_rank_0(workers, count_cores)
+    return measured, report_of(measured, link, sweep, accumulation, n_cores)
 
 
-ALWAYS_MEASURED = row_names.REFERENCE, row_names.COMPUTE_ONLY  # whatever --rows says
-ROWS_OF_ACCUMULATION = *ALWAYS_MEASURED, row_names.GRAD_BUFFER, row_names.OVERLAP
-
-
-def rows_to_measure(args, tuned_ids):
-    """Return the RowIds that --rows asks for, with those of tuned bucket sizes behind the default ones."""
-    if args.rows == "curve":
-        return row_names.with_tuned(CURVE, [row_id for row_id in tuned_ids if row_id.base == row_names.REFERENCE])
-    always = ROWS_OF_ACCUMULATION if args.accumulation else ALWAYS_MEASURED
-    candidates = [*ROWS, *VARIANTS] if args.rows else ROWS
-    row_ids = [row_id for row_id in candidates if is_asked(args.rows, row_id.name) or row_id.name in always]
-    tuned_ids = [row_id for row_id in tuned_ids
-                 if is_asked(args.rows, row_id.name) or row_id.base == row_names.REFERENCE]
-    return row_names.with_tuned(row_ids, tuned_ids)
+def say(text):
+    print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
 
 
 def count_cores(rank):
     return len(os.sched_getaffinity(0))
 
 
-def time_accumulation(workers, settings, result, tuned_ids, progress):
-    """Set the result's `accumulation`, unless one of its rows has failed: a wrong row gets no time."""
-    rows = [row for row in result.rows if row.name in ROWS_OF_ACCUMULATION]
-    if any(row.error for row in rows):
-        return
-    ddp_mb = next((row_id.bucket_mb for row_id in tuned_ids if row_id.base == row_names.REFERENCE), None)
-    short = settings._replace(rounds=min(settings.rounds, ACCUMULATION_ROUNDS))
-
-    def time_rows():
-        accumulated_rows = examine.time_rows(workers, short, ddp_mb, progress)
-        conditions = dataclasses.replace(result.conditions, rounds=short.rounds)
-        result.accumulation = Accumulation(conditions, accumulated_rows, ddp_mb)
-    every_row.attempt(rows[-1], time_rows)
+def tuned_row_ids(sweep):
+    """Return the rows of TUNED with the bucket size that was DDP's fastest in a sweep; [] where that is its default."""
+    fastest = min((row for row in sweep.rows if row.row_id.base == REFERENCE), key=lambda row: row.median_ms)
+    size = fastest.row_id.bucket_mb
+    return [RowId(base, size) for base in TUNED] if size is not None and fastest.rounds_ms else []
 
 
-def results_in_file(args):
-    """Read a list of Results from the --json file, each of one rate. Fails where the file holds something else."""
-    if args.json is None or not args.json.exists():
-        return []
-    if not args.json.is_file():
-        fail(f"--json {args.json}: it is no file: results of other rates are saved in it")
-    message = f"--json {args.json}: it holds something else than results of make bench WHAT=network, name another file"
+def rows_to_measure(args, tuned):
+    """Return the RowIds that --rows asks for, each with those of the `tuned` bucket size behind it."""
+    if args.rows == "curve":
+        asked = CURVE
+    else:
+        always = [*ALWAYS_MEASURED, GRAD_BUFFER, OVERLAP] if args.accumulation else ALWAYS_MEASURED
+        candidates = [*ROWS, *VARIANTS] if args.rows else ROWS
+        asked = [row_id for row_id in candidates if is_asked(args.rows, row_id.name) or row_id.name in always]
+    listed = []
+    for row_id in asked:
+        listed += [row_id, *(other for other in tuned if other.base == row_id.name)]
+    return listed
+
+
+def accumulation_sheets(workers, measured, tuned, link):
+    """Time several micro-batches per step, all rows in turn. Returns tables; none where one of the rows has failed."""
+    ddp = next((row_id for row_id in tuned if row_id.base == REFERENCE), RowId(REFERENCE))
+    timed = [  # field of links.Accumulated, row, whether each micro-batch exchanges gradients
+        ("no_sync_ms", RowId(OVERLAP), False), ("each_ms", RowId(OVERLAP), True),
+        ("compute_ms", RowId(COMPUTE_ONLY), False), ("ddp_ms", ddp, False), ("stage3_ms", RowId(GRAD_BUFFER), False)]
+    if not all(measured.timed(*row_id) for _, row_id, _ in timed):
+        return {}
+    settings = measured.settings
+    rows = [links.Accumulated(n, *([] for _ in timed)) for n in (1, 2, 4)]
+    for turn in range(min(settings.rounds, ACCUMULATION_ROUNDS)):
+        for row in rows:
+            n = row.micro_batches
+            shorter = settings._replace(steps=max(2, settings.steps // n))
+            for field, row_id, exchanges_each in timed:
+                say(f"round {turn + 1}: {n} micro-batches, {row_id.name}")
+                getattr(row, field).append(
+                    on_rank_0(workers, examine.time_accumulation, shorter, row_id, n, exchanges_each))
+    return links.accumulation_sheets(rows, ddp, link)
+
+
+def report_of(measured, link, sweep, accumulation, n_cores):
+    """Make the tables of what was measured."""
+    sheets = {"rows": every_row.rows_sheet(measured), "link": links.link_sheet(measured, link)}
+    if sweep:
+        sheets["buckets"] = links.buckets_sheet(sweep, link)
+    if every_row.has_variants(measured):
+        sheets["times"] = every_row.times_sheet(measured)
+    sheets |= accumulation
+    figures = {}
+    if all(map(measured.timed, (COMPUTE_ONLY, OVERLAP, ALL_GATHER))):
+        sheets["curve"] = links.curve_sheet(measured, link, sweep)
+    if all(map(measured.find, LADDER)):
+        sheets["ladder"] = links.ladder_sheet(measured, link, sweep)
+    tuned = links.tuned_ddp(measured, sweep)
+    if tuned and measured.timed(OVERLAP):
+        figures["over_tuned"] = f"{measured.timed(OVERLAP).over(tuned):.2f}"
+    words = measured.words(f" on 2 hosts of {n_cores} core(s), TCP {TCP}")
+    return Report(measured.conditions.made, sheets, words, figures, links.to_draw(measured, link, sweep))
+
+
+# -------------------------------------------------------------------------------------------------------- The program
+
+
+def curve_of(path):
+    """Return the table of the curve in a file of an earlier run, or None."""
     try:
-        results = from_json(Result, args.json.read_text(encoding="utf-8")).at_all_rates()
-    except (OSError, ValueError) as error:
-        fail(f"{message}: {error}")
-    if not all(result.conditions.rate for result in results):
-        fail(message)
-    return results
-
-
-def add_to_file(args, result):
-    """Put the result first in the file, before those of other rates, and draw the picture beside it.
-
-    The file's accumulation or sweep at this rate stays if none was asked for now; if one was and has failed, there is
-    none.
-    """
-    reused = [name for name in ("accumulation", "sweep") if not getattr(args, name)]
-    result = merged(result, results_in_file(args), reused)
-    write("--json", args.json, to_json(result), fail)
-    if pictures.can_draw() and (picture := links.steps_picture(result.at_all_rates())):
-        write("--json", args.json.with_suffix(".svg"), picture, fail)
+        return from_json(path.read_text(encoding="utf-8")).sheets.get("curve")
+    except (OSError, ValueError):
+        return None
 
 
 def measure_curve(args):
-    """Measure each rate in turn; then print the table of all of them."""
-    def results_by_rate():
-        return {result.conditions.rate: result for result in results_in_file(args)
-                if all(result.timed(*row_id) for row_id in CURVE)}
-    for rate in args.curve.split(","):
-        if rate in results_by_rate():
-            conditions = results_by_rate()[rate].conditions
-            print(f"{rate}: in {args.json} already, of {conditions.machine}, commit {conditions.commit}")
+    """Measure each rate in turn; then print the table of all of them. Returns whether a row is wrong."""
+    paths = {rate: Path(f"measured/network_{rate}.json") for rate in args.curve.split(",")}
+    for rate, path in paths.items():
+        if curve_of(path):
+            print(f"{rate}: in {path} already")
             continue
-        options = {"rate": rate, "rows": "curve", "sweep": True, "steps": CURVE_STEPS.get(rate, 4)}
-        if measure_rate(argparse.Namespace(**{**vars(args), **options})):
-            sys.exit(1)
-    print(tables.sheet_text(links.curve_sheet(list(results_by_rate().values())), tables.WIDTH))
-
-
-def main():
-    args = parse()
-    args.json = args.json or (Path("measured/network.json") if args.curve else None)
-    command_line.check_length(args.sequence_length, args.model, MODELS, fail)
-    if args.json and args.json.suffix == ".svg":
-        fail(f"--json {args.json}: the picture of that name is written beside it: choose another ending")
-    for path in [args.json, args.json.with_suffix(".svg")] if args.json else []:
-        command_line.check_writable("--json", path, fail)
-    sys.exit(measure_curve(args) if args.curve else measure_rate(args))
+        options = {"rate": rate, "rows": "curve", "sweep": True, "steps": CURVE_STEPS.get(rate, 4), "json": path}
+        is_wrong = measure_rate(argparse.Namespace(**{**vars(args), **options}))
+        if is_wrong:
+            return True
+    print(sheet_text(beside("Time per step over computing alone", *map(curve_of, paths.values())), TERMINAL_WIDTH))
+    return False
 
 
 def measure_rate(args):
     """Measure at one rate, print and save the result. Returns whether a row is wrong. Exits where a host fails."""
-    earlier_results = results_in_file(args)  # fails before the measurement if the file holds something else
-    sweeps = [result.sweep for result in earlier_results if result.conditions.rate == args.rate and result.sweep]
-    args.tuned_ids = row_names.tuned_row_ids(sweeps[0].rows) if sweeps and not args.sweep else []
+    if args.json:
+        command_line.check_writable("--json", args.json, fail)
     if reason := missing_requirement():
         sys.exit(f"network: {reason}")
     exit_on_signals()
     try:
-        result = measure_on_two_hosts(args)
+        measured, report = measure_on_two_hosts(args)
     except (OSError, WorkerError) as error:
         sys.exit(f"network: {error}")
-    steps, title = links.recorded_steps(result)
-    steps_text = f"{title}\n{pictures.text(steps)}\n" if steps else ""  # before add_to_file: it drops most steps
-    try:
-        if args.json:
-            add_to_file(args, result)
-    finally:  # the disk may be full
-        show(result)
-    if args.json:
-        picture = f" and {args.json.with_suffix('.svg')}" if pictures.can_draw() else ""
-        print(f"{steps_text}written to {args.json}{picture}")
-    return every_row.is_wrong(result)
+    save_and_show(args.json, report, fail)
+    return measured.is_wrong()
 
 
 def exit_on_signals():
@@ -357,10 +360,10 @@ def exit_on_signals():
         signal.signal(number, leave)
 
 
-def show(result):
-    """Print all tables of two hosts."""
-    time, *memory = every_row.sheets(result)
-    tables.print_sheets([time, *links.sheets(result), *memory], tables.conditions_line(result.conditions))
+def main():
+    args = parse()
+    is_wrong = measure_curve(args) if args.curve else measure_rate(args)
+    sys.exit(1 if is_wrong else 0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Plays rank 0 of d in one process: what a row holds, sends and waits for, on any number of ranks.
+"""Simulates rank 0 of d ranks in one process, without memory or network, to count bytes and list events.
 
 A dry run is a step of training that computes nothing: the core of a row's stage, on tensors without memory.
 """
 
 import importlib
-import statistics
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -18,14 +17,11 @@ from torch.utils._pytree import tree_leaves
 import stage4_overlap
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory, mark_grads, mark_state
-from harness.publishing import row_names
-from harness.publishing.results import Marked
-from harness.publishing.row_names import RowId
-from harness.publishing.tables import TEXT, column, names, sheet_of
+from harness.publishing.tables import TEXT, Marked, column, name_column, sheet_of
 from harness.ranks.meeting import rank_0_of
 from harness.training import models, options
 from harness.training import rows as catalogue
-from harness.training.models import MODELS
+from harness.training.rows import RowId
 from stage4_overlap.transport import Exchange
 
 # --------------------------------------------------------------------------------------------------------- A dry run
@@ -68,7 +64,7 @@ class Recorded(NamedTuple):
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
-WORKS_ALIVE = 64  # works that are referenced here, because C++ loses one that it takes after Python has dropped it
+WORKS_ALIVE = 64  # the last works stay referenced here: C++ loses a work that Python has dropped too early
 FP32_BYTES = 4
 
 
@@ -120,8 +116,9 @@ class Dry(Memory):
             sends = is_root if kind == "broadcast" else not is_root
             kind = "send" if sends else "recv"
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))
-        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live,
-                                 group_size=entry.group_size, stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1))
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self.events.append(Event("launch", self.phase, n_bytes=entry.size, kind=kind, index=self.n_launched,
+                                 live=self.live, group_size=entry.group_size, stride=stride))
         self.n_launched += 1
         self.works = [*self.works[-WORKS_ALIVE:], work]
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
@@ -179,37 +176,49 @@ def bytes_touched(function, arguments, result):
     return sum(tensor.nbytes for tensor in tensors_in([read, outputs]))
 
 
+def core_class(package, name="DistributedOptimizer"):
+    """Stand in for rows.optimizer_class: of a stage and a variant return the core, which has no guard."""
+    if package.startswith("stage"):
+        return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
+    if package.startswith("variants"):
+        return importlib.import_module(package).ShardedOptimizer
+    return getattr(importlib.import_module(package), name)
+
+
+def assign_to_buckets(cap_mb):
+    """Return what stands in for DDP's assignment of parameters to buckets: that of its second step, from the start."""
+    torchs_assignment = dist._compute_bucket_assignment_by_size
+    default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, catalogue.DEFAULT_MB * 2**20]
+    limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
+
+    def assign(tensors, _, sparse):
+        """Fill buckets from the last parameter on, whose gradient comes first, and return the first bucket last."""
+        buckets, sizes = torchs_assignment(tensors[::-1], limits, sparse[::-1])
+        buckets = [[len(tensors) - 1 - i for i in bucket] for bucket in buckets]  # indices in the order of `tensors`
+        return buckets[::-1], sizes[::-1]
+    return assign
+
+
 @contextmanager
 def fake(d, cap_mb=None, transport=None):
     """Let this process play rank 0 of d, with tensors that have no memory, and stages' cores without their guards.
 
-    `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and doesn't
-    compare parameters across ranks, because these tensors have no values.
+    `transport`: a class in place of stage 4's.
     """
-    assign_to_buckets = dist._compute_bucket_assignment_by_size
-    optimizer_class = catalogue.optimizer_class
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
-    default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, row_names.DEFAULT_MB * 2**20]
-    limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
-
-    def assign_in_order_of_gradients(tensors, _, sparse):
-        """Fill buckets from the last parameter on, whose gradient comes first, and return the first bucket last."""
-        buckets, sizes = assign_to_buckets(tensors[::-1], limits, sparse[::-1])
-        buckets = [[len(tensors) - 1 - i for i in bucket] for bucket in buckets]  # indices in the order of `tensors`
-        return buckets[::-1], sizes[::-1]
-
-    def core_class(package, *name):
-        if package.startswith("stage"):
-            return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
-        if package.startswith("variants"):
-            return importlib.import_module(package).ShardedOptimizer
-        return optimizer_class(package, *name)
     transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
-    with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core_class),
-          mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
-          mock.patch.object(stage_4, "transport_for", staticmethod(transport_for)),
-          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=assign_in_order_of_gradients,
-                              _verify_params_across_processes=lambda *args: None)):
+    patches = [
+        mock.patch.object(catalogue, "optimizer_class", core_class),
+        mock.patch.object(stage_4, "transport_for", staticmethod(transport_for)),
+        mock.patch.object(dist, "_compute_bucket_assignment_by_size", assign_to_buckets(cap_mb)),
+        # DDP compares parameters across ranks, and these tensors have no values.
+        mock.patch.object(dist, "_verify_params_across_processes", lambda *args: None),
+        # torch refuses fused AdamW on the meta device, where it would work.
+        mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None)]
+    with rank_0_of(d), torch.device("meta"), ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        # The fake backend serves tensors of the CPU; here it serves those of the meta device, too.
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         yield
@@ -306,95 +315,64 @@ def held_by(memory, training):
 
 
 STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-
-
-class StateRow(NamedTuple):
-    """Bytes per parameter of a row, by number of ranks: counted, and by its formula."""
-    name: str
-    formula: str
-    counted: dict
-    theory: dict
-
-
+LADDER_RANKS = (2, 8, 64)
 STATES = [  # parameters/gradients, the row, its formula; b: stage 4's two bucket buffers
     ("stage 3 bfloat16/bfloat16", RowId("stage 3 bf16/bf16"), "4 + 16/d"),
     ("stage 3 bfloat16/float32", RowId("stage 3 bf16/fp32"), "6 + 12/d"),
-    ("stage 3 float32/float32", RowId(row_names.GRAD_BUFFER), "8 + 8/d"),
-    ("stage 4 bfloat16/float32", RowId("stage 4 overlap bf16"), "2 + 16/d + b"),
-    ("stage 4 float32/float32", RowId(row_names.OVERLAP), "4 + 12/d + b"),
+    ("stage 3 float32/float32", RowId(catalogue.GRAD_BUFFER), "8 + 8/d"),
+    ("stage 4 bfloat16/float32", RowId(catalogue.OVERLAP_BF16), "2 + 16/d + b"),
+    ("stage 4 float32/float32", RowId(catalogue.OVERLAP), "4 + 12/d + b"),
 ]
-GATHERED = {"stage 2": RowId(row_names.ALL_GATHER), "stage 3": RowId(row_names.GRAD_BUFFER),
-            "stage 4": RowId(row_names.OVERLAP)}
+GATHERED = {"stage 2": RowId(catalogue.ALL_GATHER), "stage 3": RowId(catalogue.GRAD_BUFFER),
+            "stage 4": RowId(catalogue.OVERLAP)}
 
 
 def model_state(model):
     """Make the table of bytes per parameter that stages 3 and 4 hold after a step; stage 4 as on gloo, by exchange."""
-    rows = []
-    for name, row_id, formula in STATES:
-        recorded = {d: record(row_id, options.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
-        rows.append(StateRow(name, formula, {d: step.bytes_per_param for d, step in recorded.items()},
-                             {d: step.theory / step.numel for d, step in recorded.items()}))
-    return state_sheet(rows)
-
-
-def state_sheet(rows):
-    """Make the table of StateRows."""
-    def counted(row, d):
-        is_padded = abs(row.counted[d] - row.theory[d]) > 0.01 * row.theory[d]
-        return Marked(row.counted[d], f"\n({row.theory[d]:.2f})") if is_padded else row.counted[d]
+    def of_ranks(d):
+        def held(state):
+            _, row_id, _ = state
+            step = record(row_id, options.NAMED[model], d, transport=Exchange)
+            by_formula = step.theory / step.numel
+            is_padded = abs(step.bytes_per_param - by_formula) > 0.01 * by_formula
+            return Marked(step.bytes_per_param, f"\n({by_formula:.2f})") if is_padded else step.bytes_per_param
+        return column(f"d = {d}", held, "counted", ".2f")
     return sheet_of(
-        "Model state, bytes a parameter, by number of ranks", rows, {
-            "name": names(title="parameters/gradients"), "formula": column("formula", "formula", form=TEXT),
-            **{f"{d}": column(f"d = {d}", lambda row, d=d: counted(row, d), "counted", ".2f")
-               for d in rows[0].counted}},
+        "Model state, bytes a parameter, by number of ranks", STATES, {
+            "name": name_column(lambda state: state[0], "parameters/gradients"),
+            "formula": column("formula", lambda state: state[2], form=TEXT),
+            **{f"{d}": of_ranks(d) for d in STATE_RANKS}},
         ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
 
 
 def gathered(model):
     """Make the table of elements that a step gathers, padding included, over those that the model has."""
-    def over_numel(row_id, d):
-        recorded = record(row_id, options.NAMED[model], d)
-        return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
+    def of_ranks(d):
+        def over_numel(name):
+            recorded = record(GATHERED[name], options.NAMED[model], d)
+            return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
+        return column(f"d = {d}", over_numel, "counted", ".2f")
     return sheet_of(
-        "Elements gathered per step, over the model's", GATHERED, {
-            "name": names(str),  # a row is its own name
-            **{f"{d}": column(f"d = {d}", lambda name, d=d: over_numel(GATHERED[name], d), "counted", ".2f")
-               for d in STATE_RANKS}},
-        ["What is above 1.00 is padding."])
+        "Elements gathered per step, over the model's", GATHERED,
+        {"name": name_column(str), **{f"{d}": of_ranks(d) for d in STATE_RANKS}}, ["What is above 1.00 is padding."])
 
 
-class CapRow(NamedTuple):
-    """Stage 4's default bucket for a model: sizes in bytes, and bytes per parameter of its two bucket buffers."""
-    model: str
-    model_bytes: int
-    sizes: list  # of the buckets
-    b_native: float
-    b_exchanged: float
-
-
-def cap_rows(d):
-    """Return a CapRow for each model, nano … large."""
-    rows = []
-    for name in MODELS:
-        native, exchanged = (record(RowId(row_names.OVERLAP), options.NAMED[name], d, transport=transport)
-                             for transport in (None, Exchange))
-        rows.append(CapRow(name, FP32_BYTES * native.numel, native.gathered(), native.held["buffers"] / native.numel,
-                           exchanged.held["buffers"] / exchanged.numel))
-    return rows
-
-
-def caps(d=2):
-    """Make the table of stage 4's default bucket, and of what its two buffers hold."""
-    return sheet_of(
-        f"The default bucket of stage 4, fp32, {d} ranks", cap_rows(d), {
-            "model": names("model", "model"),
-            "model_mb": column("model\nMB", "model_bytes", "counted", ",.1f", unit=1e6),
-            "buckets": column("buckets\n", lambda row: len(row.sizes), "counted"),
-            "median_mb": column("their MB,\nmedian", lambda row: statistics.median(row.sizes), "counted", ".1f",
-                                unit=1e6),
-            "largest_mb": column("\nlargest", lambda row: max(row.sizes), "counted", ".1f", unit=1e6),
-            "native": column("b, native\n", "b_native", "counted", ".2f"),
-            "exchanged": column("b, exchanged\n", "b_exchanged", "counted", ".2f"),
-            "bytes": column("bytes a\nparameter", lambda row: 4 + 12 / d + row.b_native, "counted", ".2f")},
-        ["b: bytes a parameter of the two bucket buffers, with a native reduce-scatter (NCCL), or where parts are "
-         "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])
+def ladder(model):
+    """Make the columns of README's table that are counted: those of time are measured on two hosts."""
+    def held(rung):
+        """Write bytes per parameter after a step: of stages 3 and 4 as counted, padding and buffers included."""
+        if rung.row in (catalogue.GRAD_BUFFER, catalogue.OVERLAP):
+            steps = [record(RowId(rung.row), options.NAMED[model], d, transport=Exchange) for d in LADDER_RANKS]
+            by_ranks = [step.bytes_per_param for step in steps]
+        else:
+            configuration = catalogue.find(rung.row)
+            by_ranks = [configuration.whole + configuration.shared / d for d in LADDER_RANKS]
+        return " · ".join(f"{n_bytes:.1f}" for n_bytes in by_ranks)
+    numel = record(RowId(catalogue.OVERLAP), options.NAMED[model], 1).numel
+    return sheet_of("", catalogue.RUNGS, {
+        "stage": name_column("title", "stage"), "collectives": column("collectives", "collectives", form=TEXT),
+        "held": column(f"bytes per parameter on {' · '.join(map(str, LADDER_RANKS))} ranks", held),
+        "sends": column("values sent per parameter", lambda rung: catalogue.find(rung.row).sends, form="g",
+                        unit=FP32_BYTES)},
+        [f"{numel:,} parameters in fp32, AdamW. Bytes after a step: 8 + 8/d; in stage 4, 4 + 12/d + bucket buffers. "
+         "Values sent: times (d-1)/d; stage 2 adds padding."])

@@ -5,18 +5,16 @@ import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from harness.ranks import command_line
 from harness.ranks.command_line import COUNT, number
-from harness.training.options import NAMED, of_size
+from harness.training.options import NAMED
 
 fail = functools.partial(command_line.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
 SIZE = number(float, 0.001, 10**6)
 
 
@@ -29,8 +27,6 @@ def options():
     parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
     add("--model", default="7b", choices=NAMED, help="(default 7b)")
-    add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
-    add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
     add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
     add("--device", choices=["h100", "a100"], default="h100", help="(default h100)")
@@ -50,15 +46,15 @@ if __name__ == "__main__":
 
 from harness.planning import alone
 from harness.planning.replay import DEVICES, add_published, published, replay
-from harness.publishing import pictures, row_names
-from harness.publishing.results import RecordedStep, Report, made_here, to_json
-from harness.publishing.row_names import HasRowId, RowId
-from harness.publishing.tables import column, label_of, names, sheet_of, sheet_text
+from harness.publishing import pictures
+from harness.publishing.pictures import RecordedStep
+from harness.publishing.tables import Marked, Report, column, made_here, name_column, save_and_show, sheet_of
 from harness.training import rows as catalogue
+from harness.training.rows import RowId
 
-ROWS = {"fp32": [*row_names.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
-STAGE_4 = {row_names.OVERLAP, row_names.STAGE_4_BF16, row_names.HYBRID_BF16}  # rows whose bucket sizes get a table
-BUCKETED = STAGE_4 | {row_names.REFERENCE, "ddp bf16"}
+ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
+STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16}  # rows whose bucket sizes get a table
+BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}
 RANKS = (1, 8, 64, 1024)  # numbers of ranks for which all rows are counted
 CAPS_MB = (None, 100, 400, 1600, 6400)  # bucket sizes that are tried; None: the default, which is at most 25
 AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
@@ -69,29 +65,22 @@ HELD_TITLES = {"parameters": "params", "gradients": "grads", "main parameters": 
                "buffers": "buffers"}  # kind of memory -> title of its column
 
 
-@dataclass
-class PlanRow(HasRowId):
+class PlanRow(NamedTuple):
     """What is counted and modelled of a row, at --world ranks unless a comment says "by number of ranks"."""
-    base: str
-    bucket_mb: float | None
-    formula: str  # of bytes per parameter
+    row_id: RowId
     held: dict  # bytes on rank 0 after a step, by kind
     padding: float  # those of these bytes that the formula doesn't have
     peak: float  # the most bytes on rank 0 at one moment of a step
     fits_from: int  # number of ranks from which on the row fits into a device; 0: with no number
-    counted: dict  # bytes per parameter, by number of ranks
-    theory: dict  # the same by the formula
     ms: dict  # of a micro-batch, by number of ranks
     once_ms: float  # of one of MICRO_BATCHES, if gradients are exchanged once per step
     each_ms: float  # of one of MICRO_BATCHES, if each exchanges gradients
     step: RecordedStep  # modelled
 
 
-@dataclass
-class SizeRow(HasRowId):
+class SizeRow(NamedTuple):
     """A bucket size that was tried. `saves_memory`: see Planner."""
-    base: str
-    bucket_mb: float | None
+    row_id: RowId
     ms: float
     peak: float
     saves_memory: bool
@@ -142,29 +131,15 @@ class Planner:
         at_world = recorded[world]
         too_few = max((d for d in ranks if recorded[d].peak > self.device_bytes), default=0)
         return PlanRow(
-            *row_id, formula=formula_of(row_id), held=at_world.held,
-            padding=sum(at_world.held.values()) - at_world.theory, peak=at_world.peak,
-            fits_from=next((d for d in ranks if d > too_few), 0),
-            counted={d: step.bytes_per_param for d, step in recorded.items()},
-            theory={d: step.theory / step.numel for d, step in recorded.items()},
-            ms={d: self.ms(row_id, d) for d in ranks}, once_ms=self.ms(row_id, world, MICRO_BATCHES),
+            row_id, held=at_world.held, padding=sum(at_world.held.values()) - at_world.theory, peak=at_world.peak,
+            fits_from=next((d for d in ranks if d > too_few), 0), ms={d: self.ms(row_id, d) for d in ranks},
+            once_ms=self.ms(row_id, world, MICRO_BATCHES),
             each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
             step=replay(at_world.events, self.hardware, world, self.args.accumulate))
 
     def size_row(self, row_id):
-        return SizeRow(*row_id, self.ms(row_id, self.args.world), self.recorded[row_id, self.args.world].peak,
-                       self.saves_memory(row_id))
-
-
-def formula_of(row_id):
-    """Write bytes per parameter, such as "4 + 12/d + b"; b: stage 4's two bucket buffers."""
-    configuration = catalogue.find(*row_id)
-    terms = [f"{configuration.whole:g}"]  # `whole` is on each rank, `shared` is divided by d
-    if configuration.shared:
-        terms.append(f"{configuration.shared:g}/d")
-    if row_id.base in STAGE_4:
-        terms.append("b")
-    return " + ".join(terms)
+        recorded = self.recorded[row_id, self.args.world]
+        return SizeRow(row_id, self.ms(row_id, self.args.world), recorded.peak, self.saves_memory(row_id))
 
 
 def plan(args, workers):
@@ -184,28 +159,33 @@ def plan(args, workers):
     numel = planner.recorded[row_ids[-1], args.world].numel
     assumed = SimpleNamespace(**vars(args), **planner.hardware._asdict(), parameters=numel,
                               activations=cost.activations, efficiency=EFFICIENCY)
-    return report_of(made_here(), assumed, rows, sizes)
+    return report_of(assumed, rows, sizes)
 
 
 # ---------------------------------------------------------------------------------------------- Its tables and pictures
 
 
-def report_of(origin, assumed, rows, sizes):
+def report_of(assumed, rows, sizes):
     """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
-    stage4 = next(row for row in rows if row.base in STAGE_4)
     title = (f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, "
              f"{assumed.batch_size} x {assumed.sequence_length}")
-    return Report(origin, {
-        "memory": memory_sheet(assumed, rows), "state": alone.state_sheet(rows), "time": time_sheet(assumed, rows),
-        "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)},
-        figures={"buckets of stage 4": stage4.size}, steps=steps_to_draw(rows), title=title)
+    sheets = {"memory": memory_sheet(assumed, rows), "time": time_sheet(assumed, rows),
+              "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)}
+    figures = {"fitting": f"{sum(row.fits_from > 0 for row in rows)}"}
+    for row in rows:
+        figures[f"ms, {row.row_id.base}"] = f"{row.ms[assumed.world]:,.0f}"
+        figures[f"GB, {row.row_id.base}"] = f"{row.peak / 1e9:,.0f}"
+    return Report(made_here(), sheets, figures=figures, drawn=pictures.to_draw(steps_to_draw(rows), title))
+
+
+ROW_NAME = name_column(lambda row: row.row_id.name)
 
 
 def memory_sheet(assumed, rows):
     """Make the table of what a rank holds."""
     return sheet_of(
         f"GB on a rank of {assumed.world}: {assumed.model}, {assumed.parameters:,} parameters a rank", rows, {
-            "name": names(lambda row: label_of(row).replace("\n  ", "\n")),  # narrower: without label_of's indent
+            "name": name_column(lambda row: row.row_id.label.replace("\n  ", "\n")),  # narrower: without the indent
             **{kind: column(HELD_TITLES[kind], lambda row, kind=kind: row.held[kind], "counted", ".2f", unit=1e9)
                for kind in rows[0].held},
             "padding": column("padding", "padding", "counted", ".2f", unit=1e9),
@@ -216,7 +196,7 @@ def memory_sheet(assumed, rows):
          f"activ.: of a micro-batch of {assumed.batch_size} x {assumed.sequence_length}. peak: the most at one moment "
          f"of a step. fits from d: from this number of ranks on the peak is at most {assumed.device_memory:g} GB; "
          "torch's allocator takes more, and stage 4 that accumulates in no_sync() whole gradients."],
-        row_key=lambda row: row.base)
+        row_key=lambda row: row.row_id.base)
 
 
 def time_sheet(assumed, rows):
@@ -225,7 +205,8 @@ def time_sheet(assumed, rows):
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return sheet_of(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows, {
-            "name": names(), "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
+            "name": ROW_NAME,
+            "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
             "exposed": column("exposed\nms", lambda row: 1e3 * row.step.exposed_seconds, "modelled", ",.0f"),
             "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
             # These two share a heading: "1 of 8: once, each".
@@ -237,48 +218,48 @@ def time_sheet(assumed, rows):
          f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
          f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
          f"nothing. {c.accumulate} micro-batch(es) a step. 1 of 8: ms of one of eight micro-batches, with one exchange "
-         "a step, as in no_sync(), or with one each."], row_key=lambda row: row.base)
+         "a step, as in no_sync(), or with one each."], row_key=lambda row: row.row_id.base)
 
 
 def ranks_sheet(assumed, rows):
     """Make the table of time by number of ranks."""
     return sheet_of(
         "ms a micro-batch, by number of ranks", rows, {
-            "name": names(), **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f")
-                                for d in rows[0].ms if d > 1}},
-        [f"Buckets are those that are best on {assumed.world}."], row_key=lambda row: row.base)
+            "name": ROW_NAME,
+            **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f")
+               for d in rows[0].ms if d > 1}},
+        [f"Buckets are those that are best on {assumed.world}."], row_key=lambda row: row.row_id.base)
 
 
 def sizes_sheet(assumed, rows):
     """Make the table of the bucket sizes that were tried."""
+    def size(row):
+        return row.row_id.size if row.saves_memory else Marked(row.row_id.size, " *")
     return sheet_of(
         f"Sizes of buckets: {assumed.model} on {assumed.world} ranks", rows, {
-            "name": names("base"),
-            "size": column("bucket", lambda row: row.size if row.saves_memory else f"{row.size} *"),
+            "name": name_column(lambda row: row.row_id.base),
+            "size": column("bucket", size),
             "ms": column("ms\n", "ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
         ["Taken: the smallest that is at most 2 % slower than the fastest."],
-        ["* not taken: two such buffers exceed half of all gradients."])
+        {" *": "not taken: two such buffers exceed half of all gradients."})
 
 
 def steps_to_draw(rows):
-    """Return {name of the row: step}, without steps that are much longer than the fastest."""
+    """Return [(name of the row, step)], without steps that are much longer than the fastest."""
     longest = SLOWEST_DRAWN * min(row.step.seconds for row in rows)
-    return {row.name: row.step for row in rows if row.step.seconds <= longest}
+    return [(row.row_id.name, row.step) for row in rows if row.step.seconds <= longest]
 
 
 def parse():
     args = options()
-    if args.width % 128 or (args.layers > 0) != (args.width > 0):
-        fail("--layers and --width: give both, and a width that is a multiple of 128")
-    spec = of_size(args.layers, args.width) if args.layers else NAMED[args.model]
+    spec = NAMED[args.model]
     if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
     if not spec.n_kv_heads and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
     if args.json:
         command_line.check_writable("--json", args.json, fail)
-    args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
     args.spec = spec._replace(tensor_parallel=args.tensor_parallel)
     return args
 
@@ -290,8 +271,7 @@ def main():
         report = plan(args, workers)
         if args.check:
             add_published(report, workers.submit(published).result())
-    texts = [*(f"{sheet_text(sheet)}\n" for sheet in report.sheets.values()), pictures.text(list(report.steps.items()))]
-    command_line.write_and_show(args.json, to_json(report), fail, lambda: print("\n".join(texts)))
+    save_and_show(args.json, report, fail)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.measuring.ledger import wire_bytes
 from harness.planning import alone
-from harness.publishing import row_names
-from harness.publishing.results import Message, RecordedStep, length, most_alive, union
-from harness.publishing.row_names import RowId
-from harness.publishing.tables import column, names, sheet_of
+from harness.publishing.pictures import Message, RecordedStep, length, most_alive, union
+from harness.publishing.tables import column, name_column, sheet_of
 from harness.training import options
+from harness.training.rows import STAGE_4_BF16, RowId
 
 REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
 
@@ -95,7 +93,7 @@ def replay(events, hardware, d, micro_batches=1, exchange_each=False):
                 arrived[step, event.index] = arrives
                 last = messages[-1] if messages else None
                 if last and (last.kind, last.end) == (event.kind, leaves):  # close behind
-                    last.bytes, last.end = last.bytes + event.n_bytes, arrives
+                    messages[-1] = last._replace(bytes=last.bytes + event.n_bytes, end=arrives)
                 else:
                     messages.append(Message(event.kind, event.n_bytes, leaves, arrives))
             phases.setdefault(event.phase, []).append((start, clock))
@@ -161,8 +159,7 @@ OF_USER = [Run("distributed", 128, 1024, 2, 1885.8), Run("distributed", 128, 204
 SHARING, LENGTH = 2, 2048  # GPUs that share a layer; tokens of a sequence
 
 
-@dataclass
-class PublishedRun:
+class PublishedRun(NamedTuple):
     """A Run, and what was modelled for it. `calibration`: how the hardware was calibrated."""
     calibration: str
     run: Run
@@ -180,7 +177,7 @@ def step_of(run, hardware, is_hidden=True):
     for the distributed one.
     """
     is_overlapped = run.optimizer == "overlapped"
-    row_id = RowId(row_names.STAGE_4_BF16, 400) if is_overlapped else RowId("stage 3 bf16/fp32")
+    row_id = RowId(STAGE_4_BF16, 400) if is_overlapped else RowId("stage 3 bf16/fp32")
     d = run.gpus // SHARING
     spec = options.NAMED["13b"]._replace(tensor_parallel=SHARING)
     events = []
@@ -221,16 +218,26 @@ def published():
 def add_published(report, calibration):
     """Add the check to a Report of make plan: its table, and figures for sentences of a page."""
     report.sheets["published"] = published_sheet(calibration.runs)
-    report.figures |= {
-        "publisher's TFLOP/s": calibration.publishers.flops / 1e12, "user's TFLOP/s": calibration.users.flops / 1e12,
-        "user's GB/s of a node": calibration.users.between / 1e9}
+
+    def percents(name, is_users, *optimizers):
+        """Return the errors of these published runs; the user's were on 128 GPUs."""
+        return [100 * abs(run.error) for run in calibration.runs if run.calibration == name
+                and run.run.optimizer in optimizers and (run.run.gpus == 128) == is_users]
+    numbers = {
+        "off_theirs": math.ceil(max(percents("predicted", False, "overlapped", "distributed"))),
+        "off_users": math.floor(min(percents("predicted", True, "overlapped"))),
+        "off_users_own": math.floor(min(percents("predicted, user's", True, "overlapped"))),
+        "off_none_hidden": math.ceil(max(percents("none hidden", True, "overlapped"))),
+        "flops_theirs": calibration.publishers.flops / 1e12, "flops_users": calibration.users.flops / 1e12,
+        "between_users": calibration.users.between / 1e9}
+    report.figures |= {name: f"{number:,.0f}" for name, number in numbers.items()}
 
 
 def published_sheet(runs):
     """Make the table of PublishedRuns."""
     return sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", runs, {
-            "calibration": names("calibration"), "optimizer": names(lambda run: run.run.optimizer),
+            "calibration": name_column("calibration"), "optimizer": name_column(lambda run: run.run.optimizer),
             "gpus": column("GPUs", lambda run: run.run.gpus),
             "sequences": column("sequences\na step", lambda run: run.run.sequences),
             "published": column("", lambda run: run.run.tokens_per_s, "published", ",.0f"),

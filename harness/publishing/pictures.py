@@ -1,11 +1,84 @@
-"""Draws recorded steps: as text for the terminal, and as SVG by matplotlib."""
+"""Draws recorded steps, and curves, from their raw numbers: as SVG, by matplotlib.
+
+Only this file reads raw numbers of a Report; everything else that pages show is a finished table.
+"""
 
 import collections
 import importlib.util
 import io
 import re
+from typing import NamedTuple
 
-from harness.publishing.results import MEMORY_PARTS, length, overlap, union
+# --------------------------------------------------------------------------------------- A recorded step, spans of time
+
+
+class Message(NamedTuple):
+    """A collective, or one side of a send. `bytes` of the full tensor; times in seconds from the start of the step."""
+    kind: str
+    bytes: int
+    start: float
+    end: float
+
+
+class RecordedStep(NamedTuple):
+    """One step on one rank; spans are (start, end) in seconds from its start."""
+    exposed_seconds: float  # messages are in flight, and the rank doesn't compute
+    seconds: float
+    phases: list  # of (name, start, end)
+    busy: list  # spans in which the rank computes
+    communication: list  # of Messages
+    memory: list = ()  # the most bytes that were alive in each of MEMORY_PARTS equal parts
+
+
+def read_steps(drawn):
+    """Return ([(name, RecordedStep)], title) of what a Report has under `drawn`; `to_draw` wrote it."""
+    steps = [(name, RecordedStep(*fields)) for name, fields in drawn["steps"].items()]
+    return [(name, step._replace(communication=[Message(*message) for message in step.communication]))
+            for name, step in steps], drawn["title"]
+
+
+def to_draw(steps, title):
+    """Return what a Report saves of [(name, RecordedStep)], to be drawn under `title`."""
+    return {"steps": dict(steps), "title": title}
+
+
+MEMORY_PARTS = 200  # equal parts of a step; each keeps its largest value, so a picture never loses a peak
+
+
+def most_alive(live, start, end):
+    """Return the most bytes alive in each of MEMORY_PARTS equal parts of a step; `live`: [(time, bytes), …]."""
+    parts = [0] * MEMORY_PARTS
+    for (since, n_bytes), (until, _) in zip(live, [*live[1:], (end, 0)]):
+        if since < end and until > start:
+            first, last = (int((moment - start) / (end - start) * MEMORY_PARTS) for moment in (since, until))
+            for i in range(max(first, 0), min(last + 1, MEMORY_PARTS)):
+                parts[i] = max(parts[i], n_bytes)
+    return parts
+
+
+def union(spans):
+    """Merge spans, (start, end) each, that overlap; return disjoint ones in order."""
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def overlap(spans, other_spans):
+    """Return the spans that lie in both lists of disjoint spans."""
+    return [(max(a, c), min(b, d)) for a, b in spans for c, d in other_spans if max(a, c) < min(b, d)]
+
+
+def length(spans):
+    """Add up the lengths of disjoint spans."""
+    return sum(end - start for start, end in spans)
+
+
+# ------------------------------------------------------------------------------------------------------------ Pictures
+
 
 # Text stays text; the same data give the same file.
 RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
@@ -19,7 +92,7 @@ STYLES = {"": "<style>text{fill:#444!important}</style>", "_dark": "<style>text{
 
 
 def can_draw():
-    """Return whether matplotlib is installed; without it there are tables, and text for the terminal."""
+    """Return whether matplotlib is installed; without it there are tables alone."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -32,7 +105,7 @@ def panels(n_rows, n_columns, inches):
     return figure, list(figure.subplots(n_rows, n_columns, sharex=n_rows > 1, squeeze=False).flat)
 
 
-def drawn(figure):
+def drawn_as_svg(figure):
     """Return a figure as SVG, for a light page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
@@ -42,7 +115,7 @@ def drawn(figure):
 
 
 def in_dark(svg):
-    """Return a picture of `drawn` for a dark page."""
+    """Return a picture of `drawn_as_svg` for a dark page."""
     return svg.replace(STYLES[""], STYLES["_dark"])
 
 
@@ -98,37 +171,6 @@ def caption(step):
             f"{step.exposed_seconds * 1000:.0f} while it waits")
 
 
-LETTERS = {"forward": "F", "backward": "B", "step": "S", "gradients": "▒", "parameters": "▓"}
-HEIGHTS = " ▁▂▃▄▅▆▇█"
-
-
-def text(rows, width=80):
-    """Draw `rows`, [(name, recorded step), …], on one axis for the terminal. A letter shows what fills its moment."""
-    longest, most_bytes = scales(rows)
-    lines = []
-    for name, step in rows:
-        lines.append(f"{name}: {caption(step)}")
-        for lane, spans in lanes(step):
-            cells = "".join(_letter(spans, i * longest / width, (i + 1) * longest / width) for i in range(width))
-            lines.append(f"{lane:>10} {cells}".replace("·" * width, "·"))
-        if step.memory:
-            n_cells = round(width * step.seconds / longest)
-            edges = [i * MEMORY_PARTS // n_cells for i in range(n_cells + 1)]
-            parts = [max(step.memory[start:end]) for start, end in zip(edges, edges[1:])]
-            heights = "".join(HEIGHTS[round(part / most_bytes * (len(HEIGHTS) - 1))] for part in parts)
-            lines.append(f"{'memory':>10} {heights} ≤ {max(step.memory) / 1e6:.0f} MB")
-    return "\n".join([*lines, f"{'':>10} 0 ms{longest * 1000:>{width - 7}.0f} ms"])
-
-
-def _letter(spans, start, end):
-    """Return the letter of the phase or lane that fills most of a moment, or a dot where that is less than a third."""
-    shares = collections.Counter()
-    for span_start, span_end, name in spans:
-        shares[name] += length(overlap([(start, end)], [(span_start, span_end)]))
-    ((name, share),) = shares.most_common(1) or [("", 0)]
-    return LETTERS[name] if share > (end - start) / 3 else "·"
-
-
 COLOURS = {"forward": "#4a90d9", "backward": "#2a5f9e", "step": "#d9822b", "gradients": "#3a9d5d",
            "parameters": "#b04a9d", "memory": "#c9a227"}
 WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "parameters": "parameters travel",
@@ -136,7 +178,10 @@ WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "param
 
 
 def svg(rows, title):
-    """Draw the same as SVG: a panel for each row, a lane each for computing and messages, and memory below them."""
+    """Draw `rows`, [(name, RecordedStep), …], as SVG.
+
+    A panel for each row has a lane each for computing and messages, and memory below them.
+    """
     longest, most_bytes = scales(rows)
     figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
     for axis, (name, step) in zip(axes, rows):
@@ -158,4 +203,68 @@ def svg(rows, title):
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
     handles = [axes[0].broken_barh([], (0, 1), facecolors=colour) for colour in COLOURS.values()]
     figure.legend(handles, [WORDS.get(kind, kind) for kind in COLOURS], ncols=6, loc="outside lower left")
-    return drawn(figure)
+    return drawn_as_svg(figure)
+
+
+# ------------------------------------------------------------------------- Curves, from what Reports have under `drawn`
+
+
+CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
+
+
+def curve(of_links):
+    """Draw what overlap is worth on every link, the slowest first: time per step over that of computing alone."""
+    figure, (axis,) = panels(1, 1, (7.6, 4.2))
+    rates = [drawn["bits_per_second"] for drawn in of_links]
+    for name, colour in zip(of_links[0]["curve"], CURVE_COLOURS):
+        points = [(rate, drawn["curve"][name]) for rate, drawn in zip(rates, of_links)]
+        style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
+        if name == "floor":
+            style |= {"linestyle": "--", "marker": ""}
+        if name == "replicated":  # stage 3's line lies on it
+            style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
+        axis.plot(*zip(*(point for point in points if point[1] is not None)), color=colour, label=name, **style)
+    axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
+             title="What communication adds to a step, on two hosts", xlabel="rate of the link",
+             ylabel="time per step / time of computing alone")
+    axis.set_xticks(rates, [drawn["rate"].replace(" ", "\n") for drawn in of_links])
+    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= axis.get_ylim()[1]]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.grid(True)
+    figure.legend(loc="outside right upper")
+    return drawn_as_svg(figure)
+
+
+def sweeps(of_links):
+    """Draw ms per step by size of bucket, a panel for each link."""
+    figure, axes = panels(1, len(of_links), (5 * len(of_links), 3.4))
+    for axis, drawn in zip(axes, of_links):
+        for (name, points), colour in zip(drawn["sweep"].items(), ("#3a9d5d", "#4a90d9")):
+            axis.plot(*zip(*points), "o-", color=colour, label=name, markersize=4)
+        axis.set_xticks(range(len(drawn["sizes"])), drawn["sizes"])
+        axis.set(title=f"{drawn['rate']}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
+        axis.grid(axis="y")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
+    return drawn_as_svg(figure)
+
+
+METHOD_COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", "same_bits": "#d06a2c"}
+
+
+def differences(by_name):
+    """Draw how far the parameters are from those on one rank, by step: {"DDP, 2 ranks": [difference, …]}."""
+    figure, (axis,) = panels(1, 1, (7.6, 3.6))
+    not_zero = [difference for by_step in by_name.values() for difference in by_step if difference]
+    least = min(not_zero) / 10
+    for name, by_step in by_name.items():
+        method, ranks = name.split(", ")
+        axis.plot(range(1, len(by_step) + 1), [max(difference, least) for difference in by_step], label=name,
+                  color=METHOD_COLOURS[method], linestyle={"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}[ranks])
+    axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
+    powers = [10.0**power for power in range(-9, 1) if 2 * least < 10.0**power < 2 * max(not_zero)]
+    axis.set_yticks([least, *powers], ["0", *(f"{power:.0e}" for power in powers)])
+    axis.minorticks_off()
+    axis.grid(True)
+    figure.legend(loc="outside right upper")
+    return drawn_as_svg(figure)

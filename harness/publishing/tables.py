@@ -1,10 +1,21 @@
-"""Makes tables, and writes them: by rich for a terminal, and as markdown for pages."""
+"""Makes tables, saves them as json, and writes them: by rich for a terminal, as markdown for pages.
+
+A program that measures makes finished tables, each a `Sheet`, and saves them in one `Report`. Pages show these tables
+as they are. No torch is imported here: pages are written quickly.
+"""
 
 import dataclasses
+import importlib.metadata
 import io
-import re
+import json
+import platform
+import statistics
+import subprocess
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
 from typing import NamedTuple
 
 import rich.box
@@ -12,49 +23,129 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.publishing.results import Column, Marked, Sheet, median
+from harness.ranks import command_line
 
+ROOT = Path(__file__).resolve().parents[2]
 NONE = "–"
 TEXT = "text"  # the form of a column of words, which are aligned left
-WIDTH = 110  # characters in a line of the widest table
-PAGE_WIDTH = 118  # characters in a line of a page
+BLOCK_WIDTH = 100  # characters in a line of a block of code on a page
+TERMINAL_WIDTH = 110  # characters in a line of the widest table
+MARKDOWN_WIDTH = 118  # characters in a line of a page's source
+METHODS = "What rows and columns are: results/methods.md."
 
 
-class ColumnReader(NamedTuple):
-    """A Column, and where its cells come from."""
+# ----------------------------------------------------------------------------------------------- A table, and its parts
+
+
+@dataclass
+class Marked:
+    """A number and the mark behind it in a cell: ~ for noise, a footnote's mark, or a formula in brackets."""
+    value: float
+    mark: str
+
+
+@dataclass
+class Column:
+    """A column of a Sheet.
+
+    `source` says where the numbers come from: measured, counted, formula, modelled, published, or "".
+    `form` is how a number is written: a format such as ".2f", a name in FORMS, or TEXT.
+    `shows`, for a cell with a number for each round: "median", "range", or "both".
+    """
+    key: str
+    title: str
+    source: str = ""
+    form: str = ""
+    shows: str = "median"
+
+
+@dataclass
+class Sheet:
+    """One table. A row is a list of cells: None, words, a number, a Marked number, or a list with a number a round.
+
+    `footnotes` explain marks in cells, `notes` explain the rest. Pages show footnotes only.
+    """
+    title: str
+    columns: list[Column]
+    row_keys: list[str]
+    rows: list[list]
+    notes: list[str] = field(default_factory=list)
+    footnotes: list[str] = field(default_factory=list)
+
+    def numbers(self, key):
+        """Return {key of the row: cell} of a column; of a Marked cell the number."""
+        place = [column.key for column in self.columns].index(key)
+        cells = {row_key: row[place] for row_key, row in zip(self.row_keys, self.rows)}
+        return {row_key: cell.value if isinstance(cell, Marked) else cell for row_key, cell in cells.items()}
+
+
+class ColumnToFill(NamedTuple):
+    """A Column without a key, and where its cells come from."""
     column: Column
-    get: Callable | str  # the name of a row's field, or a function that takes the row
+    get: Callable | str  # a function of a row, or the name of a row's attribute
     unit: float  # numbers are divided by it
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
-    """Describe a column for `sheet_of`, which adds the column's key. Returns a ColumnReader."""
-    return ColumnReader(Column("", title, source, form, shows), get, unit)
+    """Describe a column for `sheet_of`. Returns a ColumnToFill."""
+    return ColumnToFill(Column("", title, source, form, shows), get, unit)
 
 
-def names(get="name", title=""):
+def name_column(get="name", title=""):
     """Describe the first column, which names the rows."""
     return column(title, get, form=TEXT)
 
 
-def sheet_of(title, rows, columns, notes=(), footnotes=(), row_key=None):
-    """Make a Sheet of `rows`, objects of any kind. `columns`: {key of the column: ColumnReader}.
+def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
+    """Make a Sheet of `rows`, objects of any kind.
 
-    The `get` of a column may still add `footnotes`. A row's key is `row_key(row)`, or else its first cell.
+    Args:
+        columns: {key of the column: ColumnToFill}.
+        marks: {mark: explanation}, which becomes a footnote if a cell has that mark.
+        row_key: a function of a row; by default a row's key is its first cell.
     """
-    def cell(row, reader):
-        value = getattr(row, reader.get) if isinstance(reader.get, str) else reader.get(row)
-        if reader.unit == 1 or value is None:
+    def cell(row, to_fill):
+        value = getattr(row, to_fill.get) if isinstance(to_fill.get, str) else to_fill.get(row)
+        if to_fill.unit == 1 or value is None:
             return value
-        return [number / reader.unit for number in value] if isinstance(value, list) else value / reader.unit
+        if isinstance(value, list):
+            return [number / to_fill.unit for number in value]
+        return value / to_fill.unit
 
-    cells = [[cell(row, reader) for reader in columns.values()] for row in rows]
-    with_keys = [dataclasses.replace(reader.column, key=key) for key, reader in columns.items()]
-    row_keys = [row_key(row) for row in rows] if row_key else [str(first) for first, *_ in cells]
-    return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), list(filter(None, footnotes)))
+    cells = [[cell(row, to_fill) for to_fill in columns.values()] for row in rows]
+    with_keys = [dataclasses.replace(to_fill.column, key=key) for key, to_fill in columns.items()]
+    row_keys = [row_key(row) if row_key else str(first) for row, (first, *_) in zip(rows, cells)]
+    used_marks = {value.mark for row in cells for value in row if isinstance(value, Marked)}
+    footnotes = [f"{mark.strip()} {explanation}" for mark, explanation in (marks or {}).items() if mark in used_marks]
+    return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), footnotes)
+
+
+def beside(title, *sheets):
+    """Return one table with the columns of several, whose rows are the same; the names stand in the first alone."""
+    first, *others = sheets
+    columns = [*first.columns]
+    rows = [[*row] for row in first.rows]
+    for other in others:
+        columns += other.columns[1:]
+        by_key = dict(zip(other.row_keys, other.rows))
+        nothing = [None] * len(other.columns)
+        for row_key, row in zip(first.row_keys, rows):
+            row += by_key.get(row_key, nothing)[1:]
+    return Sheet(title, columns, first.row_keys, rows, sum((sheet.notes for sheet in sheets), []),
+                 sum((sheet.footnotes for sheet in sheets), []))
 
 
 # ------------------------------------------------------------------------------------------------------- What cells say
+
+
+def median(values):
+    """Return the median, or None of an empty list."""
+    return statistics.median(values) if values else None
+
+
+def ratio(values, other_values):
+    """Return the median of the ratios, round by round: both ran within seconds of each other."""
+    return median([value / other for value, other in zip(values, other_values)])
 
 
 def small(value):
@@ -62,12 +153,7 @@ def small(value):
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def megabytes(value):
-    """Write MB in few digits: thousands have no decimal."""
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-FORMS = {"small": small, "megabytes": megabytes}
+FORMS = {"small": small}
 
 
 def cell_text(cell, form, shows="median"):
@@ -76,7 +162,7 @@ def cell_text(cell, form, shows="median"):
         return NONE
     if isinstance(cell, str):
         return cell
-    if isinstance(cell, Marked):
+    if isinstance(cell, Marked):  # one number, never a list
         return cell_text(cell.value, form) + cell.mark
     if isinstance(cell, list):
         middle = cell_text(median(cell), form)
@@ -85,19 +171,10 @@ def cell_text(cell, form, shows="median"):
     return FORMS[form](cell) if form in FORMS else format(cell, form)
 
 
-def cells_of(sheet):
+def texts_of(sheet):
     """Return the rows of a sheet as lists of strings."""
     return [[cell_text(cell, column.form, column.shows) for cell, column in zip(row, sheet.columns)]
             for row in sheet.rows]
-
-
-def label_of(row):
-    """Return the name of a row or RowId, in two lines if it has a bucket size: a table has to fit a terminal."""
-    return row.base if row.bucket_mb is None else f"{row.base},\n  {row.size} buckets"
-
-
-def failures(rows):
-    return [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
 # ----------------------------------------------------------------------------------------------- Terminal and markdown
@@ -109,65 +186,154 @@ def print_sheet(sheet, console):
     for column in sheet.columns:
         table.add_column(f"{column.title}\n[dim]{column.source}[/dim]", no_wrap=True,
                          justify="left" if column.form == TEXT else "right")
-    for cells in cells_of(sheet):
-        table.add_row(*map(escape, cells))
+    for texts in texts_of(sheet):
+        table.add_row(*map(escape, texts))
     notes = [f"[dim]{escape(note)}[/dim]" for note in sheet.notes + sheet.footnotes]
     console.print(table, "", *notes, sep="\n")
 
 
-def sheet_text(sheet, width=100):
+def sheet_text(sheet, width=BLOCK_WIDTH):
     """Return a sheet as a terminal of that width shows it, without colours."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     print_sheet(sheet, console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def print_sheets(sheets, *last_lines):
-    """Print sheets to the terminal, and lines below them."""
+def print_report(report):
+    """Print all tables of a report to the terminal, and its conditions below them."""
     console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)
-    for sheet in sheets:
+    console.width = max(console.width, TERMINAL_WIDTH)
+    for sheet in report.sheets.values():
         print_sheet(sheet, console)
         console.print()
-    for line in last_lines:
-        console.print(line, style="dim", markup=False)
+    console.print(made_line(report.made, report.conditions), style="dim", markup=False)
 
 
 def markdown(sheet):
-    """Return a sheet as a table of markdown. Columns of numbers, those with a `source`, are aligned right."""
+    """Return a sheet as a table of markdown. Columns with a `source` have numbers, which are aligned right."""
+    # The first column of some tables has no title: the table's own title stands there.
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
     alignments = ["--:" if column.source else "---" for column in sheet.columns]
-    lines = [f"| {' | '.join(cells)} |" for cells in (titles, alignments, *cells_of(sheet))]
-    return "\n".join([*lines, *(f"\n{textwrap.fill(note, PAGE_WIDTH)}" for note in sheet.notes + sheet.footnotes)])
+    lines = [f"| {' | '.join(texts)} |" for texts in (titles, alignments, *texts_of(sheet))]
+    return "\n".join([*lines, *(f"\n{textwrap.fill(note, MARKDOWN_WIDTH)}" for note in sheet.notes + sheet.footnotes)])
 
 
-# ------------------------------------------------------------------------------- Lines about conditions, below a table
+# ------------------------------------------------------------------------------------- By which code, where, and when
 
 
-METHODS = "What rows and columns are: results/methods.md."
+class Made(NamedTuple):
+    """On which machine, by which code, and when something was measured."""
+    machine: str
+    torch: str
+    commit: str
+    date: str
 
 
-def settings_line(c):
-    """Write ranks, model, batch and rounds of `c`, the Conditions."""
-    shared = f" that share {c.gpus} GPU(s)" if 0 < c.gpus < c.ranks else ""
-    hosts = f" on {c.hosts} hosts of {c.cores_per_host} core(s)" if c.cores_per_host else ""
-    tcp = f", TCP {c.tcp}" if c.tcp else ""
-    return " · ".join([
-        f"{c.backend}, {c.ranks} rank(s) x {c.threads_per_rank} thread(s){shared}{hosts}{tcp}",
-        f"{c.model}: {c.parameters:,} parameters, {c.dtype}, AdamW",
-        f"a rank's batch: {c.batch_size} x {c.sequence_length} bytes", f"{c.rounds} round(s) of {c.steps} steps"])
+def made_here(machine=None):
+    """Return Made of this code, today; by default of this machine's processor."""
+    return Made(machine or cpu_name(), importlib.metadata.version("torch"), commit(), date.today().isoformat())
 
 
-def made_line(conditions, *words):
-    """Write on which machine, by which code and when something was measured, with `words` in the middle."""
-    return " · ".join([conditions.machine, f"torch {conditions.torch}", *words, conditions.date,
-                       f"commit {conditions.commit}"])
+def made_line(made, *words):
+    """Write who made something, with `words` in the middle."""
+    return " · ".join([made.machine, f"torch {made.torch}", *filter(None, words), made.date, f"commit {made.commit}"])
 
 
-def conditions_line(conditions):
-    return made_line(conditions, settings_line(conditions))
+def commit(folder=ROOT):
+    """Return the commit of the code, "abc1234", with a + where code has changed since; outside of git "unknown"."""
+    def git(*command):
+        return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
+    try:
+        # Only code counts: results and pages are often being written while this runs.
+        is_changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "Makefile") != ""
+        head = git("rev-parse", "--short", "HEAD").strip()
+        return f"{head}+" if is_changed else head
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
-def rate_words(rate):
-    """Write "300mbit" as "300 Mbit/s"."""
-    return re.sub(r"(\d)([mg])bit$", lambda match: f"{match[1]} {match[2].upper()}bit/s", rate)
+def cpu_name():
+    """Return the processor's name, as Linux has it, or else the little that Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+# ------------------------------------------------------------------------------------------------- Reports, and json
+
+
+SCHEMA = 3  # of all files of results/: raise it when a field changes its name or its meaning
+
+
+@dataclass
+class Report:
+    """What a program measured.
+
+    `conditions`: in words; "" where a note says them. `sheets`: {key: finished table}.
+    `figures`: {name: text} of numbers that a page says in a sentence.
+    `drawn`: raw numbers, which only pictures read.
+    """
+    made: Made
+    sheets: dict
+    conditions: str = ""
+    figures: dict = field(default_factory=dict)
+    drawn: dict = field(default_factory=dict)
+
+
+def to_json(report):
+    """Write a Report as json: the schema first, a line for each row, nine digits of each number."""
+    fields = {"schema": SCHEMA, **dataclasses.asdict(report), "made": report.made._asdict()}
+    return lines_of(json.loads(json.dumps(fields), parse_float=lambda digits: float(f"{float(digits):.9g}"))) + "\n"
+
+
+def lines_of(value):
+    """Write json in lines that a diff can show: each value of a dict of dicts, and each list of a list of lists."""
+    if isinstance(value, dict) and any(isinstance(part, dict) or is_nested(part) for part in value.values()):
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {lines_of(part)}" for key, part in value.items()) + "\n}"
+    if is_nested(value):
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    return json.dumps(value)
+
+
+def is_nested(value):
+    return isinstance(value, list) and any(isinstance(part, (dict, list)) for part in value)
+
+
+def from_json(text):
+    """Read a Report. Raises ValueError, in one line: no json, another schema, other fields."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is no json ({error})") from None
+    schema = fields.pop("schema", None) if isinstance(fields, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {schema}, this program's is {SCHEMA}")
+    try:
+        fields["made"] = Made(**fields["made"])
+        fields["sheets"] = {key: sheet_from(sheet) for key, sheet in fields["sheets"].items()}
+        return Report(**fields)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"it has other fields: {error}") from None
+
+
+def sheet_from(fields):
+    """Make a Sheet of what json has kept of it."""
+    columns = [Column(**column) for column in fields["columns"]]
+    rows = [[Marked(**cell) if isinstance(cell, dict) else cell for cell in row] for row in fields["rows"]]
+    return Sheet(**{**fields, "columns": columns, "rows": rows})
+
+
+def load(name):
+    """Read a file of results/. Ends the program, in one line, if it can't be read."""
+    path = ROOT / "results" / name
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"report: {path} can't be shown: measure it again, by make figures, or take the committed "
+                         f"one: {error}") from None
+
+
+def save_and_show(path, report, fail):
+    """Write a report to --json, if there is a path, and print its tables."""
+    command_line.write_and_show(path, to_json(report), fail, lambda: print_report(report))

@@ -52,12 +52,6 @@ NAMED = {
 }
 
 
-def of_size(n_layers, width):
-    """Return the Spec of a LLaMA with heads of 128, and an inner layer 8/3 as wide, a multiple of 256."""
-    heads = width // 128
-    return Spec(n_layers, heads, width, 32000, heads, 256 * -(-width * 8 // 3 // 256))
-
-
 # ------------------------------------------------------------------------------------------------ Options of a train.py
 
 

@@ -15,8 +15,6 @@ from guard.groups import all_params, copy_hyperparameters, hyperparameters
 from guard.guarded import mean_loss
 from stage4_overlap.dtensor import local
 
-UPDATE_BYTES = 7 * 4  # of a parameter in AdamW, fp32: read p, g, m, v, write p, m, v
-
 
 class Training:
     """Runs a model and an optimizer in the loop of every train.py, in two halves so that memory can be read between.

@@ -13,25 +13,58 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import stage4_overlap
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.publishing.row_names import (
-    ALL_GATHER,
-    COMPUTE_ONLY,
-    DDP_BF16_SUM,
-    FSDP2,
-    GRAD_BUFFER,
-    HALF_OVERLAPS,
-    HYBRID_BF16,
-    HYBRID_RANKS,
-    NAIVE_BROADCAST,
-    OVERLAP,
-    OVERLAP_BF16,
-    REFERENCE,
-    REPLICATED,
-    STAGE_4_BF16,
-    ZERO,
-    RowId,
-)
+from harness.training.owner_reduce import OwnerReduce
 from harness.training.replicated import Training, bf16_sum, ddp_16bit, in_16_bits, in_ddp
+
+# ------------------------------------------------------------ The names of rows, short because tables fit a terminal
+
+
+COMPUTE_ONLY = "compute only"
+REFERENCE = "ddp"
+REPLICATED = "replicated"
+NAIVE_BROADCAST = "stage 1 naive broadcast"
+ALL_GATHER = "stage 2 all-gather"
+GRAD_BUFFER = "stage 3 grad buffer"
+OVERLAP = "stage 4 overlap"
+OVERLAP_BF16 = "stage 4 overlap bf16"
+FSDP2 = "fsdp2"
+ZERO = "ddp + torch ZeRO"
+DDP_AND_MUON = "ddp + muon"
+DDP_BF16_SUM = "ddp summed in bf16"
+HALF_OVERLAPS = [f"stage 4 {half}" for half in ("neither", "only gradients", "only parameters")]
+# Of make plan.
+HYBRID_RANKS = 64  # that share the state: on eight nodes of eight, 1/64 is nearly all that sharding saves
+STAGE_4_BF16 = "stage 4 bf16"
+HYBRID_BF16 = f"hybrid of {HYBRID_RANKS} bf16"
+# The reference and the stages: what one picture shows.
+LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
+
+ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
+DEFAULT_MB = 25  # of DDP
+SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # of buckets, in MiB: those that a sweep tries
+
+
+class RowId(NamedTuple):
+    """Names a row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
+    base: str
+    bucket_mb: float | None = None
+
+    @property
+    def name(self):
+        return self.base if self.bucket_mb is None else f"{self.base}, {self.size} buckets"
+
+    @property
+    def label(self):
+        """Return the name in two lines if it has a bucket size: a table has to fit a terminal."""
+        return self.base if self.bucket_mb is None else f"{self.base},\n  {self.size} buckets"
+
+    @property
+    def size(self):
+        """Write the size of a bucket in words."""
+        if self.bucket_mb is None:
+            return "default"
+        return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MiB"
+
 
 # ----------------- Ways to train the same model on the same data: build(model, AdamW's settings, bucket_mb) -> Training
 # `bucket_mb` is the size of a bucket in MiB; None is the default of what has buckets, and all that others are given.
@@ -82,15 +115,15 @@ def fsdp2(reshard_after_forward):
     return build
 
 
-def stage(package, name="DistributedOptimizer", prefetch=False, **settings):
-    """Set up a stage by its class's `name`; "ShardedOptimizer" is a stage without its guard."""
+def stage(optimizer, name="DistributedOptimizer", prefetch=False, **settings):
+    """Set up a stage: a class, or the class of that `name` in a package; "ShardedOptimizer" is without its guard."""
     def build(model, adamw, bucket_mb=None):
         in_buckets = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
-        optimizer = optimizer_class(package, name)(
-            model.parameters(), torch.optim.AdamW, **settings, **in_buckets, **adamw)
+        cls = optimizer_class(optimizer, name) if isinstance(optimizer, str) else optimizer
+        optimizer_of_model = cls(model.parameters(), torch.optim.AdamW, **settings, **in_buckets, **adamw)
         if prefetch:
-            optimizer.prefetch_params(model)
-        return Training(model, model, optimizer)
+            optimizer_of_model.prefetch_params(model)
+        return Training(model, model, optimizer_of_model)
     return build
 
 
@@ -131,30 +164,30 @@ def by_muon_rows(name):
 
 
 ddp_and_muon = by_muon_rows("ddp_and_muon")
-owner_reduce = stage("harness.training.owner_reduce", "OwnerReduce")
+owner_reduce = stage(OwnerReduce)
 overlap = stage(STAGE_4, prefetch=True)
 
 
 class Configuration(NamedTuple):
-    """A row. `sends` and the four costs below it are bytes per parameter, with AdamW.
+    """A row: a way to train, with what it must agree with, and what it should send and hold.
 
-    A rank should send `sends` times (d-1)/d in a step. After a step it should hold `whole` + `shared` / d, gradients
-    included, besides the buffers of buckets. Where there are two optimizers, the parameters of the first one cost
-    `rest_whole` + `rest_shared` / d instead.
+    Costs are bytes per parameter, with AdamW: those that a rank sends per step, and those that it holds after a step,
+    gradients included, besides the buffers of buckets.
     """
     name: str
     kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
     build: Callable  # (model, AdamW's settings, bucket_mb=None) -> Training
-    sends: float
-    whole: float
-    shared: float = 0
-    rest_whole: float | None = None
-    rest_shared: float = 0
+    sends: float  # times (d-1)/d
+    whole: float  # held on every rank
+    shared: float = 0  # divided by the number of ranks that share the state
+    rest_whole: float | None = None  # of two optimizers: what the parameters of the first one cost in place of `whole`
+    rest_shared: float = 0  # and in place of `shared`
     sharing: Callable = lambda d: d  # how many of d ranks share the state
-    starts_apart: bool = True  # other ranks start with other weights: the constructor broadcasts those of rank 0
+    starts_apart: bool = True  # the test gives every rank other weights; the constructor must broadcast those of rank 0
     dtype: str = "float32"  # of the parameters
     reference: Callable = ddp  # builds the training that this one must agree with
     has_buckets: bool = False  # of a size that may be chosen
+    base: str | None = None  # the row that a variant's time is compared with
 
     def wire_bytes(self, numel, d):
         return self.sends * numel * (d - 1) / d
@@ -187,26 +220,29 @@ class LateSender(stage4_overlap.DistributedOptimizer):
         self.pass_has_ended = False
 
 
-LATE = stage(__name__, "LateSender"), stage(STAGE_4), stage(__name__, "LateSender", prefetch=True)
+LATE = stage(LateSender), stage(STAGE_4), stage(LateSender, prefetch=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- The rows
 
 
-def variant(name, build=None, sends=8, whole=4, shared=12, **fields):
+def variant(name, build=None, sends=8, whole=4, shared=12, base=OVERLAP, **fields):
     """Make the row of a file of variants/; by default it sends and holds what stage 4 does."""
     build = build or stage(f"variants.{name}", prefetch=True)
-    return Configuration(f"variants {name}", "stage", build, sends, whole, shared, **fields)
+    return Configuration(f"variants {name}", "stage", build, sends, whole, shared, base=base, **fields)
 
 
 # With parameters in 16 bits, and AdamW on fp32 copies. Each divides and sums as its reference does.
-IN_BF16 = [
-    Configuration(f"{COMPUTE_ONLY} bf16", "floor", in_16_bits(alone=True), sends=0, whole=20, starts_apart=False,
-                  dtype="bfloat16", reference=in_16_bits()),
+STAGE_3_IN_BF16 = [
     Configuration("stage 3 bf16/fp32", "stage", stage(STAGE_3, grad_dtype=torch.float32), sends=6, whole=6, shared=12,
                   dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
     Configuration("stage 3 bf16/bf16", "stage", stage(STAGE_3), sends=4, whole=4, shared=16, dtype="bfloat16",
                   reference=in_16_bits(summed_in=None)),
+]
+IN_BF16 = [
+    Configuration(f"{COMPUTE_ONLY} bf16", "floor", in_16_bits(alone=True), sends=0, whole=20, starts_apart=False,
+                  dtype="bfloat16", reference=in_16_bits()),
+    *STAGE_3_IN_BF16,
     # NCCL alone would sum in 16 bits.
     Configuration(OVERLAP_BF16, "stage", stage(STAGE_4, prefetch=True, reduce_dtype=torch.float32), sends=4, whole=2,
                   shared=16, dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
@@ -231,11 +267,11 @@ ROWS = [
 ]
 # Shown where --rows asks for them.
 VARIANTS = [
-    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
-    Configuration("ddp + muon", "peer", ddp_and_muon, sends=8, whole=12, rest_whole=16, starts_apart=False,
+    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8, base=GRAD_BUFFER),
+    Configuration(DDP_AND_MUON, "peer", ddp_and_muon, sends=8, whole=12, rest_whole=16, starts_apart=False,
                   reference=ddp_and_muon),
     Configuration("variants muon", "stage", by_muon_rows("whole_matrices"), sends=8, whole=4, shared=8, rest_whole=4,
-                  rest_shared=12, reference=ddp_and_muon),
+                  rest_shared=12, reference=ddp_and_muon, base=DDP_AND_MUON),
     variant("hybrid", hybrid(size_of_pairs), sharing=size_of_pairs),
     variant("wire16", sends=6, reference=in_16_bits(divided_in=torch.bfloat16)),
     variant("moments16", shared=8, reference=in_16_bits(divided_in=torch.float32, moments_in=torch.bfloat16)),
@@ -243,7 +279,7 @@ VARIANTS = [
     variant("finite"),
     variant("blocks"),
     variant("offload", shared=16),
-    variant("remainder16", sends=4, whole=2, shared=14, dtype="bfloat16",
+    variant("remainder16", sends=4, whole=2, shared=14, dtype="bfloat16", base=OVERLAP_BF16,
             reference=in_16_bits(divided_in=torch.float32, ties_away=True)),
     Configuration(DDP_BF16_SUM, "peer", ddp_summed_in_bf16, sends=4, whole=16,
                   reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
@@ -258,10 +294,36 @@ PLANNED = [
                   has_buckets=True),
     Configuration("stage 1 bf16", "stage", stage(STAGE_1), sends=4, whole=4, shared=4, dtype="bfloat16"),
     Configuration("stage 2 bf16", "stage", stage(STAGE_2), sends=4, whole=4, shared=4, dtype="bfloat16"),
-    *IN_BF16[1:3],
+    *STAGE_3_IN_BF16,
     Configuration(STAGE_4_BF16, "stage", overlap, sends=4, whole=2, shared=16, dtype="bfloat16", has_buckets=True),
     Configuration(HYBRID_BF16, "stage", hybrid(size_of_hybrid_groups), sends=4, whole=2, shared=16, dtype="bfloat16",
                   sharing=size_of_hybrid_groups, has_buckets=True),
+]
+
+
+# With the variants, --rows variants measures what these are compared with.
+BASES_OF_VARIANTS = GRAD_BUFFER, OVERLAP, OVERLAP_BF16, DDP_BF16_SUM
+
+
+def is_asked(text, name):
+    """Return whether --rows `text`, parts of names with commas between them, asks for the row of that name."""
+    return any(part in name for part in text.split(",")) or (text == "variants" and name in BASES_OF_VARIANTS)
+
+
+class Rung(NamedTuple):
+    """A row of README's ladder."""
+    row: str
+    title: str
+    collectives: str
+
+
+RUNGS = [
+    Rung(REFERENCE, "DDP, replicated AdamW", "all-reduce, in buckets"),
+    Rung(REPLICATED, "replicated", "all-reduce"),
+    Rung(NAIVE_BROADCAST, "1 naive broadcast", "all-reduce, d broadcasts"),
+    Rung(ALL_GATHER, "2 all-gather", "all-reduce, all-gather"),
+    Rung(GRAD_BUFFER, "3 grad buffer", "reduce-scatter, all-gather"),
+    Rung(OVERLAP, "4 overlap", "reduce-scatter, all-gather, in buckets"),
 ]
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from checkpoint import latest, load
-from harness.publishing import results
-from harness.publishing.results import Report, made_here
-from harness.publishing.tables import TEXT, column, made_line, names, sheet_of
+from harness.publishing import tables
+from harness.publishing.tables import TEXT, Report, column, made_here, name_column, sheet_of
 from harness.ranks import meeting
 from harness.training.models import GPT, MODELS
 from tests.checkpoint.compare import equal
@@ -34,8 +33,8 @@ def pytest_sessionfinish(session, exitstatus):
     path = session.config.getoption("--faults-json")
     if path and exitstatus == 0 and ROWS:
         path.parent.mkdir(parents=True, exist_ok=True)
-        report = Report(made_here(), {"faults": fault_sheet(ROWS, made_here())})
-        path.write_text(results.to_json(report), encoding="utf-8")
+        report = Report(made_here(), {"faults": fault_sheet(ROWS)}, "stage 4 on two ranks or three")
+        path.write_text(tables.to_json(report), encoding="utf-8")
 
 
 # What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run.
@@ -46,12 +45,11 @@ def note(fault, times, seen, end="equal"):
     ROWS.append(FaultRow(fault, times, seen, end))
 
 
-def fault_sheet(rows, made):
+def fault_sheet(rows):
     return sheet_of(
-        "Faults", rows, {"fault": names("fault"), "times": column("times", "times", "counted", ".0f"),
+        "Faults", rows, {"fault": name_column("fault"), "times": column("times", "times", "counted", ".0f"),
                          "seen": column("went on from", "seen", form=TEXT),
-                         "end": column("at the\nend", "end", "compared")},
-        [made_line(made, "stage 4 on two ranks or three")])
+                         "end": column("at the\nend", "end", "compared")})
 
 
 class Run:

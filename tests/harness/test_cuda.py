@@ -12,35 +12,13 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import STAGE_3, STAGE_4
 from harness.measuring import gpu_step, ledger
-from harness.publishing import results
+from harness.publishing.pictures import RecordedStep
 from harness.publishing.tables import sheet_text
 from harness.training.models import GPT, MODELS
 from tests.common import one_rank_of
 
 CPU = torch.device("cpu")
-
-
-def test_rows_and_bytes_and_what_does_not_fit(monkeypatch):
-    """On the processor: how much memory that takes has tests of its own."""
-    measure = functools.partial(gpu_step.measure_updates, CPU, ["nano"], n_steps=1)
-    rows = measure(ranks=(1, 8))
-    assert [(row.stage, row.d) for row in rows] == [
-        ("fused AdamW", 1), *((stage, d) for stage in (STAGE_3, STAGE_4) for d in (1, 8))]
-    numel = sum(param.numel() for param in GPT(MODELS["nano"]).parameters())
-    for row in rows:
-        assert row.bytes_per_s * row.step_ms / 1000 * row.d == pytest.approx(28 * numel)
-        assert row.allocations == 0 and row.peak_bytes is None
-    bytes_per_s = gpu_step.copy_rate(CPU, n_bytes=1024)
-    text = sheet_text(gpu_step.update_sheet(rows, bytes_per_s, ""))
-    assert "nano: stage4_overlap" in text and max(map(len, text.splitlines())) <= 100 and "…" not in text
-
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-    monkeypatch.setattr(gpu_step, "time_steps", mock.Mock(side_effect=error))
-    rows = measure(ranks=(1,))
-    assert all("out of memory" in row.error for row in rows)
-    assert "out of memory" in sheet_text(gpu_step.update_sheet(rows, bytes_per_s, ""))
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
@@ -49,20 +27,6 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     gpu_step.main()
     assert capsys.readouterr().out == "cuda: there is no GPU here: nothing was measured\n"
     assert not (tmp_path / "cuda.json").exists()
-
-
-@one_rank_of(4)
-def test_collectives_are_not_timed(monkeypatch):
-    """torch's fake all-gather copies: here it is not called."""
-    gathered = torch.zeros(4)
-
-    def step():
-        assert dist.all_gather_into_tensor(gathered, torch.ones(1)) is None
-        return dist.all_gather_into_tensor(gathered, torch.ones(1), async_op=True).wait()
-    monkeypatch.setattr(gpu_step, "seconds_of", lambda function, device: 1.0 if step() else 2.0)
-    model = GPT(MODELS["nano"])
-    assert gpu_step.time_steps(model, torch.optim.AdamW(model.parameters()), CPU, 1) == (1.0, 0)
-    assert gathered.eq(0).all()
 
 
 @one_rank_of(4)
@@ -102,17 +66,17 @@ def test_every_way_sends_what_ddp_sends(monkeypatch):
     monkeypatch.setattr(gpu_step, "SEQUENCE_LENGTH", 32)
     monkeypatch.setattr(gpu_step, "cycles_per_s", lambda: 1e9)
     seconds = itertools.count(1)
-    monkeypatch.setattr(gpu_step, "seconds_of", lambda function, device: (function(), next(seconds))[1])
+    monkeypatch.setattr(gpu_step, "seconds_of", lambda function: (function(), next(seconds))[1])
 
     def profiled(training, link, batch):
         link.carried.clear()
         training.step(batch)
         training.finish()
         sent[len(sent)] = sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried)
-        return results.RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")])
+        return RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")], [], [])
     monkeypatch.setattr(gpu_step, "profiled", profiled)
     rows, _ = gpu_step.measure_overlap(CPU, "nano", n_rounds=1)
-    assert [row.name for row in rows] == list(gpu_step.configurations(mock.Mock()))
+    assert [row.name for row in rows] == list(gpu_step.builds(mock.Mock()))
     alone, ddp, *others = sent.values()
     assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
     assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding

@@ -1,5 +1,6 @@
 """WHAT=network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
 
+import argparse
 import dataclasses
 import os
 import shutil
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.measuring import every_row, examine, timeline, two_hosts
+from harness.measuring import links, two_hosts
+from harness.measuring.every_row import Row, Rows
+from harness.measuring.examine import Conditions, Examined, Settings
+from harness.measuring.links import Link
 from harness.measuring.two_hosts import Hosts
-from harness.publishing import results, row_names
-from harness.publishing.results import AccumulatedRow, Result, Row, Sweep
-from harness.publishing.row_names import RowId
+from harness.publishing import pictures
+from harness.publishing.tables import Made, from_json, texts_of
 from harness.ranks.workers import Workers
+from harness.training import rows as catalogue
+from harness.training.rows import RowId
 from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
@@ -49,19 +54,18 @@ def hosts(process=""):
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """Of a run that finds results of other rates, ours."""
+def report(tmp_path_factory):
+    """Run the program at a rate of its own."""
     path = tmp_path_factory.mktemp("results") / "network.json"
-    shutil.copy(ROOT / "results" / "network.json", path)
-    with start("--rate", "80mbit", "--rows", "stage 4", *NANO, "--json", str(path)) as process:
+    with start("--rate", "80mbit", *NANO, "--json", str(path)) as process:
         try:
             stdout, stderr = process.communicate(timeout=900)
         finally:
             process.kill()
     assert process.returncode == 0, stdout + stderr
     assert not hosts(process.pid)
-    assert "A link of 80 Mbit/s" in stdout and "computes" in stdout
-    return results.from_json(Result, path.read_text())
+    assert "A link of 80 Mbit/s" in stdout
+    return from_json(path.read_text())
 
 
 @needs_hosts
@@ -77,27 +81,18 @@ def test_what_a_killed_run_has_left_is_gone_when_the_next_begins_and_its_own_whe
 
 
 @needs_hosts
-def test_network_json_is_like_bench_json_with_the_steps_of_both_ranks(result):
-    assert result.conditions.rate == "80mbit" and result.conditions.bits_per_second == 8e7
-    others = results.load("network.json").at_all_rates()
-    for other in others:
-        results.keep_exposed_only(other.rows)  # the picture is of the lowest rate, and that is this run's
-    others[0].other_rates = []
-    assert result.other_rates == others
-    names = [row.name for row in result.rows]
-    assert names == ["compute only", "ddp", *row_names.HALF_OVERLAPS, "stage 4 overlap", "stage 4 overlap bf16"]
-    assert not any(row.error for row in result.rows)
-    assert [row.max_abs_diff for row in result.rows[2:]] == [0] * 5  # of ddp, of replicated fp32 copies
-    for row in result.rows[1:]:  # the interface counts headers too: much around small messages
-        assert row.wire_bytes_theory < row.line_bytes < 2 * row.wire_bytes_theory + 50_000, row.name
-    assert result.rows[0].line_bytes < 50_000
-    row = result.find("stage 4 overlap")
-    assert result.find("stage 4 overlap bf16").wire_bytes < 0.6 * row.wire_bytes
-    assert len(row.timeline) == 2  # of both ranks, and what travelled
-    for step in row.timeline:
+def test_every_row_is_right_and_the_steps_of_the_ladder_are_drawn(report):
+    sheet = report.sheets["rows"]
+    names = [row_id.name for row_id in two_hosts.ROWS]
+    failed = [note for note in sheet.notes if note.partition(":")[0] in names]
+    assert len(sheet.rows) == len(names) and not failed
+    assert all(difference in (0, None) for difference in sheet.numbers("difference").values())
+    steps, title = pictures.read_steps(report.drawn)
+    assert [name for name, _ in steps] == catalogue.LADDER and "80 Mbit/s" in title
+    for _, step in steps:
         assert [name for name, _, _ in step.phases] == ["forward", "backward", "step"]
-        assert {message.kind for message in step.communication} == {"send", "recv", "all_reduce", "broadcast"}
         assert 0 <= step.exposed_seconds <= step.seconds
+    assert {"link", "curve", "ladder"} <= set(report.sheets)
 
 
 def affinity(rank):
@@ -105,7 +100,7 @@ def affinity(rank):
 
 
 @needs_hosts
-def test_hosts_are_as_the_conditions_say(result, tmp_path):
+def test_hosts_are_as_the_conditions_say(report):
     """As Linux says: a line of that rate, cubic whatever this machine has set, and no core that both have."""
     with Hosts("12mbit") as made, Workers(2, enter=made.enter) as workers:
         cores = list(map(set, workers.run(affinity)))
@@ -114,7 +109,7 @@ def test_hosts_are_as_the_conditions_say(result, tmp_path):
             assert "qdisc tbf" in shown and "rate 12Mbit" in shown
             assert "congctl cubic" in two_hosts.run("ip", "-n", name, "route", "get", two_hosts.ADDRESSES[1 - host])
     assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
-    assert (result.conditions.cores_per_host, result.conditions.tcp) == (len(cores[0]), "cubic")
+    assert f"on 2 hosts of {len(cores[0])} core(s), TCP cubic" in report.conditions
 
 
 @needs_hosts
@@ -149,63 +144,90 @@ def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
     assert "need root" in two_hosts.missing_requirement()
 
 
-def test_the_file_keeps_what_was_not_measured_again(tmp_path, monkeypatch):
-    """Keep this rate's sweep, whose best sizes are rows, and another rate, which a second run has written meanwhile."""
-    def of_rate(rate):
-        found = next(result for result in results.at_all_rates() if result.conditions.rate == rate)
-        found.other_rates = []
-        return found
+def test_the_curve_measures_the_rates_that_have_no_file(tmp_path, monkeypatch, capsys):
+    measured = []
 
-    def measured(args):
-        tuned.append(args.tuned_ids)
-        path.write_text(results.to_json(dataclasses.replace(before, other_rates=[other])))
-        now = of_rate("300mbit")
-        now.conditions.date, now.accumulation, now.sweep = "3000-01-01", None, None
-        return now
-
-    path, tuned, other, before = tmp_path / "network.json", [], of_rate("1gbit"), of_rate("300mbit")
-    times = [("ddp", None, 3.0), ("ddp", 2, 1.0), ("ddp", 4, 2.0), ("stage 4 overlap", 1, 0.5)]
-    sweep = Sweep(before.conditions, [Row(base, mb, "peer", rounds_ms=[ms]) for base, mb, ms in times])
-    monkeypatch.setattr(two_hosts, "missing_requirement", lambda: None)
-    monkeypatch.setattr(two_hosts, "measure_on_two_hosts", measured)
-    monkeypatch.setattr(two_hosts, "exit_on_signals", lambda: None)
-    for swept, asked, kept in ((None, [], (before.accumulation, None)), (sweep, [], (before.accumulation, sweep)),
-                               (sweep, ["--accumulation", "--sweep"], (None, None))):  # which has failed
-        before.sweep = swept
-        path.write_text(results.to_json(before))
-        monkeypatch.setattr(sys, "argv", ["network", "--rate", "300mbit", "--json", str(path), *asked])
-        with pytest.raises(SystemExit) as end:
-            two_hosts.main()
-        found = results.from_json(Result, path.read_text())
-        assert (end.value.code, found.conditions.date, found.other_rates) == (False, "3000-01-01", [other])
-        assert before.accumulation and (found.accumulation, found.sweep) == kept
-    assert tuned == [[], [RowId("ddp", 2), RowId("ddp + torch ZeRO", 2)], []]
-
-
-def test_the_curve_measures_the_rates_that_its_file_lacks(tmp_path, monkeypatch, capsys):
-    path, measured = tmp_path / "network.json", []
-    first, *others = [result for result in results.at_all_rates() if result.conditions.rate != "2.5gbit"]
-    path.write_text(results.to_json(dataclasses.replace(first, other_rates=others)))
-    monkeypatch.setattr(two_hosts, "measure_rate", measured.append)
-    monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7", "--json", str(path)])
+    def measure_rate(args):
+        measured.append((args.rate, args.rows, args.sweep, args.rounds, args.steps))
+        shutil.copy(ROOT / "results" / "network_2.5gbit.json", args.json)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "measured").mkdir()
+    shutil.copy(ROOT / "results" / "network_1gbit.json", "measured")
+    monkeypatch.setattr(two_hosts, "measure_rate", measure_rate)
+    monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7"])
     with pytest.raises(SystemExit) as end:
         two_hosts.main()
-    assert not end.value.code
-    assert [(one.rate, one.rows, one.sweep, one.rounds, one.steps, one.json) for one in measured] == [
-        ("2.5gbit", "curve", True, 7, 4, path)]
+    assert end.value.code == 0 and measured == [("2.5gbit", "curve", True, 7, 4)]
     printed = capsys.readouterr().out
-    assert f"1gbit: in {path} already" in printed and "DDP, tuned buckets" in printed
+    assert "1gbit: in measured/network_1gbit.json already" in printed and "DDP, tuned buckets" in printed
 
 
-@pytest.mark.parametrize("error", [None, "wrong: by 1"])
-def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation(error, monkeypatch):
-    row, conditions = Row("stage 4 overlap", kind="stage", error=error), results.load("network.json").conditions
-    monkeypatch.setattr(two_hosts, "on_rank_0", lambda *_: 1)
-    monkeypatch.setattr(timeline, "record_rows", lambda *_: None)
-    monkeypatch.setattr(every_row, "measure_rows", lambda *_: Result(conditions, [row]))
-    monkeypatch.setattr(examine, "time_rows", lambda *_: [AccumulatedRow(1)])
-    monkeypatch.setattr(sys, "argv", ["network", "--accumulation", "--rows", "fsdp2"])
-    args = two_hosts.parse("")
-    args.tuned_ids = []
-    result = two_hosts.measure(args, workers=None)
-    assert (result.accumulation is not None) == (error is None)
+SETTINGS = Settings("nano", rounds=2, steps=3)
+CONDITIONS = Conditions(Made("machine", "2", "abc", "today"), "gloo, 2 rank(s)", "cpu", 1000)
+LINK = Link("300mbit", 3e8)
+
+
+def rows_of(*timed):
+    """Make Rows of (RowId, ms by round); no time is a row that failed. The bytes of each take 100 ms on LINK."""
+    examined = Examined(0.0, 1.0, {"send": 3}, 0, 3_750_000, {"peak": 5e6}, 12.0, 12.0)
+    rows = [Row(row_id, rounds_ms=list(ms), drain_ms=list(ms), examined=examined) if ms
+            else Row(row_id, error="rank 1: it broke") for row_id, ms in timed]
+    return Rows(SETTINGS, CONDITIONS, 2, rows)
+
+
+MEASURED = rows_of((RowId("compute only"), (80, 80)), (RowId("ddp"), (160, 160)), (RowId("ddp", 2), (130, 130)),
+                   (RowId("stage 2 all-gather"), (200, 200)), (RowId("stage 4 overlap"), (120, 130)),
+                   (RowId("fsdp2"), ()))
+
+
+def test_a_link_has_a_floor_and_a_row_that_failed_has_no_figures():
+    sheet = links.link_sheet(MEASURED, LINK)
+    assert sheet.numbers("over_floor")["stage 4 overlap"] == 1.25  # the bytes take longer than computing
+    assert sheet.numbers("stage4_over")["ddp"] == pytest.approx(0.78125)
+    assert sheet.rows[-1] == ["fsdp2", [], None, None, None] and sheet.notes[-1] == "fsdp2: rank 1: it broke"
+
+
+def test_stage_4_is_compared_with_the_ddp_that_is_best():
+    """Tuned where a size was better than the default, the default where it was best, and none without a sweep."""
+    default_is_best = dataclasses.replace(MEASURED, rows=[MEASURED.rows[0], MEASURED.rows[1], *MEASURED.rows[3:]])
+    for measured, sweep, size, over in ((MEASURED, MEASURED, "2 MiB", "0.96"), (MEASURED, None, "2 MiB", "0.96"),
+                                        (default_is_best, MEASURED, "default", "0.78"),
+                                        (default_is_best, None, "–", "–")):
+        lines = dict(texts_of(links.curve_sheet(measured, LINK, sweep)))
+        assert (lines["DDP's best buckets"], lines["stage 4 over tuned DDP"]) == (size, over)
+    assert lines["FSDP2"] == "–" and lines["floor"] == "1.25"
+    ladder = links.ladder_sheet(MEASURED, LINK, None)
+    assert ladder.numbers("time")["4 overlap"] == pytest.approx(0.9615, abs=1e-3) and "2 MiB" in ladder.notes[0]
+
+
+def test_the_rows_of_a_tuned_size_stand_behind_the_default():
+    swept = rows_of((RowId("ddp"), (3, 3)), (RowId("ddp", 2), (1, 1)), (RowId("ddp", 4), (2, 2)))
+    tuned = two_hosts.tuned_row_ids(swept)
+    assert tuned == [RowId("ddp", 2), RowId("ddp + torch ZeRO", 2)]
+    args = argparse.Namespace(rows="ddp", accumulation=False)
+    listed = two_hosts.rows_to_measure(args, tuned)
+    assert listed[listed.index(RowId("ddp")) + 1] == tuned[0]
+    assert all(catalogue.find(*row_id).name == row_id.base for row_id in two_hosts.SWEPT + listed)
+    assert two_hosts.tuned_row_ids(rows_of((RowId("ddp"), (1, 1)), (RowId("ddp", 2), (3, 3)))) == []
+
+
+def test_accumulation_marks_noise_and_says_what_communication_takes():
+    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 20 ms."""
+    each = [96, 100, 101], [106, 105, 105], [103, 103, 103]
+    found = [links.Accumulated(n, [100] * 3, times, [20], ddp, stage3)
+             for n, times, ddp, stage3 in zip((1, 2, 4), each, ([80], [32], [25]), ([100], [50], [40]))]
+    sheets = links.accumulation_sheets(found, RowId("ddp", 2), LINK)
+    assert [row[-1] for row in texts_of(sheets["accumulation"])] == ["1.00~", "1.05", "1.03~"]
+    assert "up to 4% apart" in sheets["accumulation"].footnotes[-1]
+    assert [row[1:] for row in texts_of(sheets["shares"])] == [
+        ["20", "75%", "80%", "80%"], ["20", "38%", "60%", "80%"], ["20", "20%", "50%", "80%"]]
+
+
+def test_a_sweep_is_drawn_by_size():
+    sweep = rows_of((RowId("ddp", 2), (7,)), (RowId("ddp"), (9,)), (RowId("ddp", 1), (8,)))
+    assert links.swept_times(sweep, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MB
+    assert "sweep" not in links.to_draw(MEASURED, LINK, sweep)  # stage 4 isn't in it
+
+
+def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation():
+    assert two_hosts.accumulation_sheets(None, MEASURED, [], LINK) == {}  # there is no row of stage 3

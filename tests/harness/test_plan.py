@@ -12,11 +12,10 @@ from harness.planning import alone
 from harness.planning import plan as command
 from harness.planning.alone import Event
 from harness.planning.replay import Hardware, calibrated, message_seconds, replay
-from harness.publishing import row_names
-from harness.publishing.results import Report, from_json
-from harness.publishing.row_names import RowId
+from harness.publishing.tables import from_json
 from harness.training import models, options, rows
 from harness.training.models import GPT, MODELS
+from harness.training.rows import RowId
 from tests.common import one_rank_of
 from tests.ranks import run_module
 
@@ -57,7 +56,7 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
      {("backward", 0), ("step", 0), ("forward", 1)}),
     (RowId("ddp"), TINY, 4, {("all_reduce", "backward", 4, 1)}, {("backward", 0)}),
     (RowId("owner reduce"), NANO, 4, {("reduce", "backward", 4, 1), ("broadcast", "step", 4, 1)}, {("step", 0)}),
-    (RowId(row_names.HYBRID_BF16, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
+    (RowId(rows.HYBRID_BF16, 2), NANO, 128, {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64),
                                                    ("all_gather", "step", 64, 1)}, {("step", 0), ("forward", 1)})])
 def test_when_messages_leave_among_which_ranks_and_when_they_are_waited_for(row_id, model, d, sent, waits):
     """`sent`: kind, phase, number of ranks, stride. `waits`: phase, and 1 for what the step before has sent."""
@@ -149,10 +148,10 @@ def test_the_program_prints_its_tables(tmp_path):
     run = run_module("harness.planning.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
                      "--json", tmp_path / "plan.json")
     assert run.code == 0, run.stderr
-    for title in ("GB on a rank of 16", "Model state, bytes a parameter", "A step of nano on 16 x h100",
+    for title in ("GB on a rank of 16", "A step of nano on 16 x h100",
                   "ms a micro-batch, by number of ranks", "Sizes of buckets: "):
         assert title in run.stdout
-    sheets = from_json(Report, (tmp_path / "plan.json").read_text(encoding="utf-8")).sheets
+    sheets = from_json((tmp_path / "plan.json").read_text(encoding="utf-8")).sheets
     ms, once, each = map(sheets["time"].numbers, ("ms", "once", "each"))
     assert [column.key for column in sheets["ranks"].columns] == ["name", "8", "16"]
     assert sheets["ranks"].numbers("16") == pytest.approx(ms, rel=1e-5)

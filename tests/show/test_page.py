@@ -15,9 +15,8 @@ import pytest
 
 from harness.measuring import ledger
 from harness.planning import alone
-from harness.publishing import row_names
-from harness.publishing.row_names import RowId
 from harness.training import options
+from harness.training.rows import LADDER, RowId
 from show import beats, hero, page, scenes
 from show.frames import Memory
 from show.picture import THEMES
@@ -462,7 +461,7 @@ def test_predict_first_hides_a_result_until_its_reader_has_chosen(started, place
         assert where(shown) == ("beat", number + 1)
 
 
-FP32 = row_names.LADDER
+FP32 = LADDER
 BF16 = ["ddp bf16", "stage 1 bf16", "stage 2 bf16", "stage 3 bf16/bf16", "stage 3 bf16/fp32", "stage 4 bf16"]
 SENT_TWICE = {"all_reduce": 2}  # of the bytes of a full tensor, times (d-1)/d; what isn't here: once
 
