@@ -94,7 +94,7 @@ def test_a_step_hook_runs_once_a_step_whichever_class_is_built_first(core, guard
 
 
 @pytest.mark.parametrize("stage, of_stage", list(zip(STAGES, [
-    "", "", "; gradient buffers: 1, 512 bytes", "; buckets: 1, with buffers of 1,024 bytes"])))
+    "", "", "", "; buckets: 1, with buffers of 1,024 bytes"])))
 def test_its_text_has_stage_ranks_elements_buckets_and_bytes_beside_torchs_groups(stage, of_stage):
     with one_rank_of(2):
         weight = nn.Parameter(torch.zeros(128))
