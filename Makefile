@@ -57,13 +57,13 @@ help:
 
 # What each WHAT of `make bench` calls.
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
-BENCH_network = -m harness.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
-BENCH_curve = -m harness.two_hosts --curve --rounds 3
+BENCH_network = -m harness.measuring.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE).json
+BENCH_curve = -m harness.measuring.two_hosts --curve --rounds 3
 BENCH_timeline = $(if $(call one_of,$(STAGE),$(STAGES) all),, \
 		$(error STAGE=$(STAGE): there are stages 1 to $(words $(STAGES)), and all)) \
-	-m harness.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
-BENCH_host = -m harness.host_time
-BENCH_cuda = -m harness.gpu_step
+	-m harness.measuring.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
+BENCH_host = -m harness.measuring.host_time
+BENCH_cuda = -m harness.measuring.gpu_step
 KINDS = rows network curve timeline host cuda
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
@@ -101,7 +101,7 @@ train: $(ENV)
 
 take: $(ENV)
 	$(if $(TO),,$(error write STAGE=4 TO=path, the folder of the package that is written))
-	exec $(PYTHON) -m harness.take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
+	exec $(PYTHON) -m harness.publishing.stages take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
@@ -110,13 +110,13 @@ faults: $(ENV)
 	$(PYTHON) -m pytest -p tests.harness.faults -m faults --faults-json measured/faults.json $(ARGS)
 
 plan: $(ENV)
-	exec $(PYTHON) -m harness.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
+	exec $(PYTHON) -m harness.planning.plan --model $(MODEL) --world $(WORLD) --dtype $(DTYPE) $(ARGS)
 
 figures: $(ENV)
-	exec $(PYTHON) -m harness.figures $(ARGS)
+	exec $(PYTHON) -m harness.publishing.figures $(ARGS)
 
 report: $(ENV)
-	$(PYTHON) -m harness.pages
+	$(PYTHON) -m harness.publishing.pages
 	$(PYTHON) -m show --pages
 	$(PYTHON) -m variants --page
 
@@ -124,7 +124,7 @@ diff:
 	$(if $(and $(A),$(B)),,$(error write A=2 B=3))
 	$(foreach stage,A B,$(if $(call one_of,$($(stage)),$(STAGES)),,$(error there is no stage $($(stage)): write A=2 B=3)))
 	@$(if $(FULL),git diff --no-index --color=auto -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
-		$(or $(wildcard $(PYTHON)),python3) -m harness.diff $(A) $(B))
+		$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages diff $(A) $(B))
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

@@ -1,4 +1,4 @@
-"""Trains the same model in every row of harness/rows.py, on ranks that it starts: time, traffic, memory.
+"""Trains the same model in every row of harness/training/rows.py, on ranks that it starts: time, traffic, memory.
 
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import row_names
-from harness import command_line
+from harness.publishing import row_names
+from harness.ranks import command_line
 
 if __name__ == "__main__":
     command_line.begin()
@@ -23,13 +23,16 @@ if __name__ == "__main__":
 import rich.console
 import rich.progress
 
-from harness import alone, corpus, every_row, examine, host_time, results, timeline
-from harness import rows as catalogue
-from harness.command_line import COUNT
-from harness.examine import Settings
-from harness.gpt import MODELS
-from harness.row_names import RowId, is_asked
-from harness.workers import WorkerError, Workers, on_rank_0
+from harness.measuring import every_row, examine, host_time, timeline
+from harness.planning import alone
+from harness.publishing import results
+from harness.training import corpus
+from harness.training import rows as catalogue
+from harness.ranks.command_line import COUNT
+from harness.measuring.examine import Settings
+from harness.training.models import MODELS
+from harness.publishing.row_names import RowId, is_asked
+from harness.ranks.workers import WorkerError, Workers, on_rank_0
 
 fail = functools.partial(command_line.fail, "bench.py")
 FIRST = {row_names.COMPUTE_ONLY, *row_names.LADDER, "ddp again"}  # rows of the first tables

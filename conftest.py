@@ -16,12 +16,13 @@ from multiprocessing.managers import BaseManager
 import pytest
 import torch
 
-from harness.workers import WorkerError, Workers, start_forkserver
+from harness import FOUR, TWO
+from harness.ranks.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES, in_groups_of_its_own
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
-ON_GPUS = [f"test_{name}.py" for name in ("checkpoint", "contract", "dtensor", "dtypes", "hostile", "ledger", "memory",
-                                          "models", "overlap", "rounds", "stages")]
+ON_GPUS = [f"test_{name}.py" for name in ("checkpoint", "contract", "dtensor", "dtypes", "hostile", "memory", "models",
+                                          "overlap", "rounds", "stages")]
 
 
 def pytest_addoption(parser):
@@ -58,7 +59,7 @@ def pytest_generate_tests(metafunc):
     sizes = [1, 2, 3, 4] if "any_size" in marks else [2, 3]
     if metafunc.config.getoption("--gpu"):
         sizes = [1, 2]
-    stages = [STAGES[1], STAGES[3]] if "shared_guard" in marks else STAGES
+    stages = [TWO, FOUR] if "shared_guard" in marks else STAGES
     for name, values in {"stage": metafunc.config.getoption("--stage") or stages,
                          "world_size": metafunc.config.getoption("--ranks") or sizes}.items():
         is_chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))

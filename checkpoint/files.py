@@ -5,21 +5,18 @@
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
-`save` adds that the folder appears when all of it is there, checksums, and one error on all ranks; `load`, that nothing
-changes before everything has been read and found to fit. The folders are DCP's: any program with torch's lines reads
-them, and `load` reads those of FSDP2 programs.
+`save` adds that the folder gets its name when all of it is there, checksums, and one error on all ranks. `load` adds
+that nothing changes before everything has been read and found to fit. The folders are DCP's: any program with torch's
+lines reads them, and `load` reads those of FSDP2 programs.
 """
 
-import contextlib
 import errno
+import functools
 import json
 import os
 import re
 import secrets
 import shutil
-import warnings
-import zlib
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,29 +35,24 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from guard.flat_shard import FlatShard
+from guard.groups import all_params
 
 from .ranks import (
     CheckpointError,
     DamagedCheckpoint,
     ForeignCheckpoint,
     Saver,
-    Saving,
     UnfitModel,
     all_gather,
     errors_on_all,
     rank_and_size,
     saver_of,
 )
-from .storage import METADATA, SUMS, LoadPlanner, Reader, SavePlanner, Writer, packed
+from .storage import METADATA, SUMS, LoadPlanner, Reader, SavePlanner, Writer, packed, renamed
 
 # Hyperparameters about how this process computes, so they are saved but not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable", "param_names"}
-PLAIN = bool, int, float, complex, str, bytes, type(None)
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
-RUN_ID = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # the same when torchrun starts the ranks again
-RUN = secrets.token_hex(4) if RUN_ID == "none" else f"{zlib.crc32(RUN_ID.encode()):08x}"
-N_RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @torch.no_grad()
@@ -76,28 +69,23 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
             experts of smaller process groups if each expert has a name of its own.
         extra: anything more of this rank, such as random states: numbers, texts, bytes, tensors, dtypes, devices, and
             dicts, lists, tuples and sets of these. What parameter groups hold must be like that too.
-        asynchronous: copy everything to the CPU, wait for the save before, and write while training goes on.
+        asynchronous: copy everything to the CPU, wait for the previous save, and write while training goes on.
 
     Returns a Future: `.result()` waits, and raises what went wrong. Call it before destroy_process_group(). If nobody
-    does, the next save raises the error, or Python prints it when it ends.
+    does, the next save raises the error. It is printed at once, too.
 
     Raises, on every rank:
         UnfitModel: `optimizer` is of another model, or two ranks have different parameters of one name.
         CheckpointError: `path` exists or can't be written, something can't be read again, an earlier save has failed.
         RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
     """
-    path, optimizer = Path(path), unwrapped_optimizer(optimizer)
+    path = Path(path).absolute()
     saver = saver_for(optimizer)
     saver.finish_last()
-    state = state_to_save(path, model, optimizer, extra, saver.group)
+    state = state_to_save(path, model, unwrapped_optimizer(optimizer), extra, asynchronous, saver.group)
+    partial = make_partial_folder(path, saver.group)
     if asynchronous:
-        with errors_on_all(f"checkpoint {path} can't be written", saver.group):
-            state = tree_map_only(torch.Tensor, copy_on_cpu, state)
-    partial = make_partial(path, saver.group)
-    if asynchronous:
-        saver.last = Saving()
-        saver.thread.submit(write_behind, saver.last, path.absolute(), partial.absolute(), state, saver.group)
-        return saver.last
+        return saver.in_background(write, path, partial, state, saver.group)
     write(path, partial, state, saver.group)
     done = Future()
     done.set_result(None)
@@ -112,115 +100,88 @@ def unwrapped_optimizer(optimizer):
 
 def saver_for(optimizer) -> Saver:
     """Return the Saver of the ranks that share the model: with DTensors, all ranks of their meshes. Collective."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    optimizer = unwrapped_optimizer(optimizer)
+    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if isinstance(param, DTensor))
     return saver_of(getattr(optimizer, "process_group", None), meshes)
 
 
-@contextlib.contextmanager
-def states_of(model, optimizer, options=None) -> Iterator[dict]:
-    """Give what torch's get_state_dict() returns, which makes a plain optimizer's state: that is dropped afterwards."""
-    params = {param: name for name, param in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param not in params:
-                raise UnfitModel(f"a parameter of shape {tuple(param.shape)} of the optimizer isn't in the model: pass "
-                                 "the model that it trains")
-    for key in optimizer.state:
-        if key not in params:
-            raise UnfitModel(f"optimizer.state has an entry for {key!r:.60}, which is no parameter of the model: it "
-                             "would be lost, remove it or keep it elsewhere")
-    had_state = bool(optimizer.state)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    yield {"model": model_state, "optimizer": optimizer_state}
-    if not had_state and not hasattr(optimizer, "pieces") and not hasattr(optimizer, "n_ranks"):
-        optimizer.state.clear()
-
-
-def state_to_save(path, model, optimizer, extra, group):
-    """Return what this rank saves. Collective: raises on every rank if it can't be saved, or loaded again."""
+def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
+    """Return what this rank saves. Collective: raises on every rank if the ranks don't save one model to one path."""
     error_prefix = f"checkpoint {path} can't be written"
     rank, _ = rank_and_size(group)
-    with errors_on_all(error_prefix, group), states_of(model, optimizer) as state:
-        state["extra"] = {str(rank): packed(extra, "`extra`")}
-        for number, options in enumerate(state["optimizer"]["param_groups"]):
-            for key, value in options.items():
-                options[key] = packed(value, f"{key} of parameter group {number}")
-        for name, entries in state["optimizer"]["state"].items():
-            for key, value in entries.items():
-                if not isinstance(value, (*PLAIN, torch.Tensor)):
-                    packed(value, f"{key} in the state of {name}")
+    with errors_on_all(error_prefix, group):
+        state = torchs_state(model, optimizer)
+        state["extra"] = {str(rank): packed(extra)}
+        if is_copied:
+            state = tree_map_only(torch.Tensor, copy_on_cpu, state)
+        facts = facts_to_agree_on(path, model, optimizer, state["model"])
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
-    shapes = {name: tuple(value.shape) for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
-    n_groups = len(optimizer.param_groups)
-    reports = all_gather((str(path), n_groups, shapes, ranks_of_experts(model, optimizer)), group)
     with errors_on_all(error_prefix, group):
-        refuse_different(reports)
+        refuse_different(all_gather(facts, group))
     return state
 
 
-def ranks_of_experts(model, optimizer) -> dict[str, list[int]]:
-    """Map the names of parameters whose process group is smaller than Chained's to the ranks of that group."""
-    names = {param: name for name, param in model.named_parameters()}
-    ranks_by_name = {}
-    for member, n_ranks in zip(getattr(optimizer, "optimizers", ()), getattr(optimizer, "n_ranks", ())):
-        ranks = dist.get_process_group_ranks(member.process_group or dist.group.WORLD)
-        params = [param for group in member.param_groups for param in group["params"]]
-        if n_ranks < max(optimizer.n_ranks):
-            ranks_by_name.update({names[param]: ranks for param in params if not isinstance(param, DTensor)})
-    return ranks_by_name
-
-
-def refuse_different(reports):
-    """Raise CheckpointError or UnfitModel unless all ranks save the same model to the same place.
-
-    `reports`: of each rank the path, the number of groups, name -> shape, and name of an expert -> its ranks.
-    """
-    first_path, first_n_groups, *_ = reports[0]
-    shape_of, ranks_of = {}, {}
-    for rank, (path, n_groups, shapes, experts) in enumerate(reports):
-        if path != first_path:
-            raise CheckpointError(f"rank {rank} saves to {path}, rank 0 to {first_path}: a path with the time in it "
-                                  "must come from one rank")
-        if n_groups != first_n_groups:
-            raise UnfitModel(f"rank {rank} has {n_groups} parameter groups, rank 0 has {first_n_groups}")
-        for name, shape in shapes.items():
-            ranks = experts.get(name)
-            if shape_of.setdefault(name, shape) != shape or ranks_of.setdefault(name, ranks) != ranks:
-                raise UnfitModel(f"{name} is another parameter on rank {rank}, with shape {shape}: give each expert a "
-                                 "name of its own, such as its number among all")
-
-
-def make_partial(path, group) -> Path:
-    """Return the folder in which `path` is written until it is complete: the first rank makes it. Collective.
-
-    Removes what this run had left in the folder when torchrun started it again, and no other run's.
-    """
-    name = None
-    rank, _ = rank_and_size(group)
-    with errors_on_all(f"checkpoint {path} can't be written", group):
-        if rank == 0:
-            if path.parent.is_file():
-                raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is no folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for left in path.parent.glob(f"*.{RUN}-*.partial"):
-                n_restarts = re.fullmatch(rf".*\.{RUN}-(\d+)-\w+\.partial", left.name)
-                if n_restarts and int(n_restarts[1]) < N_RESTARTS:
-                    shutil.rmtree(left, ignore_errors=True)
-            refuse_existing(path)
-            name = f"{path.name}.{RUN}-{N_RESTARTS}-{secrets.token_hex(4)}.partial"
-            path.with_name(name).mkdir()
-    return path.with_name(all_gather(name, group)[0])
-
-
-def refuse_existing(path):
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, "it exists already")
+def torchs_state(model, optimizer, options=None) -> dict:
+    """Return what torch's get_state_dict() returns. It makes a plain optimizer's first state, which is dropped here."""
+    params_of_model = {*model.parameters()}
+    for key in [*all_params(optimizer), *optimizer.state]:
+        if key not in params_of_model:
+            name = f"of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            raise UnfitModel(f"the optimizer has a parameter or state {name:.60}, which isn't the model's: pass the "
+                             "model that it trains, and keep a state of no parameter elsewhere")
+    had_state = bool(optimizer.state)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    if not had_state:
+        optimizer.state.clear()
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def copy_on_cpu(tensor):
     return tensor.detach().to("cpu", copy=True)
+
+
+def facts_to_agree_on(path, model, optimizer, model_state) -> dict:
+    """Return what must be equal on all ranks that have it: the path; and of each parameter the shape, and of an expert
+    the ranks that have this expert.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    ranks_of_experts = {}
+    for member, n_ranks in zip(getattr(optimizer, "optimizers", ()), getattr(optimizer, "n_ranks", ())):
+        if n_ranks < max(optimizer.n_ranks):
+            ranks = dist.get_process_group_ranks(member.process_group)
+            experts = [param for param in all_params(member) if not isinstance(param, DTensor)]
+            ranks_of_experts.update({names[param]: ranks for param in experts})
+    facts = {"the path": str(path), "the number of parameter groups": len(optimizer.param_groups)}
+    for name, value in model_state.items():
+        if isinstance(value, torch.Tensor):
+            ranks = f" of ranks {ranks_of_experts[name]}" if name in ranks_of_experts else ""
+            facts[name] = f"a tensor of shape {tuple(value.shape)}{ranks}"
+    return facts
+
+
+def refuse_different(facts_of_ranks):
+    """Raise UnfitModel if two ranks have one name for different things."""
+    rank_and_fact = {}
+    for rank, facts in enumerate(facts_of_ranks):
+        for name, fact in facts.items():
+            first_rank, first_fact = rank_and_fact.setdefault(name, (rank, fact))
+            if fact != first_fact:
+                raise UnfitModel(f"{name} is {fact} on rank {rank}, and {first_fact} on rank {first_rank}: all ranks "
+                                 "must save one model to one path (a time in it comes from one rank), and each expert "
+                                 "needs a name of its own, such as its number among all")
+
+
+def make_partial_folder(path, group) -> Path:
+    """Make the folder in which `path` is written until everything is in it, on the first rank. Collective."""
+    token = all_gather(secrets.token_hex(4), group)[0]
+    partial = path.with_name(f"{path.name}.{token}.partial")
+    with errors_on_all(f"checkpoint {path} can't be written", group):
+        if rank_and_size(group)[0] == 0:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "it exists already")
+            partial.mkdir(parents=True)
+    return partial
 
 
 def write(path, partial, state, group):
@@ -229,50 +190,26 @@ def write(path, partial, state, group):
     writer = Writer(partial)
     try:
         with errors_on_all(error_prefix, group):
-            if not partial.is_dir():
-                words = "the folder that rank 0 has made isn't here: all need the same folder"
-                raise FileNotFoundError(errno.ENOENT, words)
-        with errors_on_all(error_prefix, group), quiet(group):
-            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group, no_dist=group is None)
-        all_sums = all_gather(writer.fs.sums, group)
+            dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
+        sums_of_ranks = all_gather(writer.fs.sums, group)
         with errors_on_all(error_prefix, group):
             if rank_and_size(group)[0] == 0:
-                finish(path, partial, {name: sums for sums_of_rank in all_sums for name, sums in sums_of_rank.items()})
-    except (CheckpointError, KeyboardInterrupt, SystemExit):
+                finish(path, partial, {name: sums for of_rank in sums_of_ranks for name, sums in of_rank.items()})
+    except (CheckpointError, KeyboardInterrupt, SystemExit):  # not after a time-out: other ranks may still write
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def finish(path, partial, sums):
+    """Write the checksums, and give the folder its name."""
+    for name in sums:
+        if not (partial / name).is_file():
+            raise FileNotFoundError(errno.ENOENT, f"{name} of another rank isn't here: all need the same folder")
     with open(partial / SUMS, "w") as file:
         json.dump(sums, file)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(partial)
-    refuse_existing(path)
-    partial.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder):
-    """Flush a folder: what is in it is there after a power failure too, on file systems that can promise that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_behind(saving, *args):
-    try:
-        write(*args)
-    except BaseException as error:
-        saving.set_exception(error.with_traceback(None))  # which would keep the tensors in memory
-    else:
-        saving.set_result(None)
+    partial.rename(path)  # refuses a folder that another program has written meanwhile
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -291,31 +228,28 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         ForeignCheckpoint: it is of another model or optimizer, or has keys that nothing here uses.
         CheckpointError: anything else.
     """
-    path, optimizer = Path(path), unwrapped_optimizer(optimizer)
     saver = saver_for(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     group = saver.group
     error_prefix = f"checkpoint {path} can't be loaded"
+    failing_together = functools.partial(errors_on_all, error_prefix, group, as_checkpoint_error)
     wait([saver.last])
-    with errors_on_all(error_prefix, group, refusal):
-        reader = Reader(path, *rank_and_size(group))
-    checksums = all_gather(reader.checksum, group)
-    with errors_on_all(error_prefix, group, refusal):
-        if len(set(checksums)) > 1:
+    with failing_together():
+        reader = Reader(Path(path), *rank_and_size(group))
+    with failing_together():
+        if len(set(all_gather(reader.checksum, group))) > 1:
             raise CheckpointError("the ranks read different checkpoints")
-        state, own_names, main_params = room_for(reader.metadata, model, optimizer, group)
-    is_at_the_top = has_model_at_the_top(reader.metadata, state["model"])
-    if is_at_the_top:
-        state = {**state.pop("model"), **state}
-    for room, planner in (state, LoadPlanner(unused_keys(model))), ({"model": main_params}, dcp.DefaultLoadPlanner()):
-        with errors_on_all(error_prefix, group, refusal), quiet(group):
-            dcp.load(room, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    if is_at_the_top:
-        state = {"model": state, "optimizer": state.pop("optimizer")}
-    with errors_on_all(error_prefix, group, refusal):
-        fit_groups(state, own_names, main_params, model, optimizer)
-    with errors_on_all(error_prefix, group, refusal):
-        if is_flattened(reader.metadata):
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
+        options = StateDictOptions(flatten_optimizer_state_dict=is_flattened(reader.metadata))
+        own_state = torchs_state(model, optimizer, options)
+        state = memory_for(own_state, reader.metadata, group)
+        reader.metadata = renamed(reader.metadata, keys_in_file(state, reader.metadata))
+    with failing_together():
+        planner = LoadPlanner(keys_without_use(model))
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+        if not options.flatten_optimizer_state_dict:
+            state["optimizer"]["param_groups"] = groups_to_load(state, own_state, optimizer)
+    with failing_together():
+        if options.flatten_optimizer_state_dict:
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         else:
             optimizer.load_state_dict(state["optimizer"])
@@ -323,16 +257,11 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     return next(iter(state.get("extra", {}).values()), None)
 
 
-def unused_keys(model):
-    """Return prefixes of keys that may be in a checkpoint though nothing uses them."""
-    frozen = [f"optimizer.state.{name}." for name, param in model.named_parameters() if not param.requires_grad]
-    return "extra.", *frozen
-
-
-def has_model_at_the_top(metadata, model_state):
-    """Return whether the names of the model stand beside "optimizer", as torchtitan has them, and not under "model"."""
-    stored = metadata.state_dict_metadata
-    return any(name in stored and f"model.{name}" not in stored for name in model_state)
+def as_checkpoint_error(error):
+    """Return a ForeignCheckpoint for what doesn't fit, a DamagedCheckpoint for what a disk can't read, else `error`."""
+    if isinstance(error, (ValueError, KeyError)) and not isinstance(error, CheckpointError):
+        return ForeignCheckpoint(f"it is of another model or optimizer: {error}")
+    return DamagedCheckpoint(error.strerror) if getattr(error, "errno", None) in DISK_ERRORS else error
 
 
 def is_flattened(metadata):
@@ -340,106 +269,105 @@ def is_flattened(metadata):
     return any(path[0] == "optimizer" and len(path) == 2 for path in (metadata.planner_data or {}).values())
 
 
-def room_for(metadata, model, optimizer, group):
-    """Return what this rank reads from a checkpoint with this metadata, with memory of its own on the CPU.
+def memory_for(own_state, metadata, group) -> dict:
+    """Return what this rank reads: memory on the CPU for each tensor of `own_state`, and keys of other values.
 
-    The checkpoint decides which hyperparameters there are. Returns the state; the names of the parameters in each
-    group, none of torch's flattened form; and name -> main parameter that is read from the model's parameter, because
-    the run that saved it had no main parameters.
+    The checkpoint decides which hyperparameters there are, and whether there is an `extra`.
     """
     stored = metadata.state_dict_metadata
-    options = StateDictOptions(flatten_optimizer_state_dict=is_flattened(metadata))
-    with states_of(model, optimizer, options) as state:
-        own_model_state = state["model"]
-        state = tree_map_only(torch.Tensor, empty_on_cpu, state)
-    room_at = {}
-    for name, value in own_model_state.items():
-        if isinstance(value, torch.Tensor) and value.data_ptr():  # tied tensors are read into one
-            place = value.data_ptr(), value.shape, value.stride()
-            state["model"][name] = room_at.setdefault(place, state["model"][name])
+    state = tree_map_only(torch.Tensor, empty_on_cpu, own_state)
+    memory_of = {}
+    for name, tensor in own_state["model"].items():
+        if isinstance(tensor, torch.Tensor):
+            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
+                raise UnfitModel(f"{name} is expanded, so nothing can be copied into it: make it contiguous()")
+            if tensor.data_ptr():  # tied tensors are read once
+                place = tensor.data_ptr(), tensor.shape, tensor.stride()
+                state["model"][name] = memory_of.setdefault(place, state["model"][name])
     rank, n_ranks = rank_and_size(group)
     n_extras = sum(re.fullmatch(r"extra\.\d+", key) is not None for key in stored)
     if n_extras:
         state["extra"] = {str(rank if n_extras == n_ranks else 0): None}
     if is_flattened(metadata):
         state["optimizer"] = {key: value for key, value in state["optimizer"].items()
-                              if f"optimizer.{key}" in stored or not may_be_missing(key)}
-        return state, [], {}
-    groups = state["optimizer"]["param_groups"]
-    own_names = [options["params"] for options in groups]
-    for number, options in enumerate(groups):
-        prefix = f"optimizer.param_groups.{number}."
-        if f"{prefix}params" not in stored:
-            beginnings = ", ".join(dict.fromkeys(key.partition(".")[0] for key in stored))
-            raise ForeignCheckpoint(f"it has {number} parameter groups under optimizer, and {len(groups)} are here: "
-                                    f"its keys begin with {beginnings}")
-        for key in [key for key in options if f"{prefix}{key}" not in stored]:
-            del options[key]
-        for key in [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]:
-            entry = stored[f"{prefix}{key}"]
-            is_tensor = not isinstance(entry, BytesStorageMetadata)
-            options[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
-    main_params = {}
-    for name, entries in state["optimizer"]["state"].items():
-        is_stored = f"optimizer.state.{name}.main_param" in stored
-        if "main_param" in entries and not is_stored:
-            main_params[name] = entries.pop("main_param")
-        elif is_stored and "main_param" not in entries:
-            entries["main_param"] = torch.empty_like(state["model"][name])  # more precise than the parameter
-    return state, own_names, main_params
-
-
-def may_be_missing(key):
-    """Return whether a checkpoint in the flattened form may lack this key, of a hyperparameter or main parameter."""
-    return key.startswith("param_groups.") or key.endswith(".main_param")
+                              if f"optimizer.{key}" in stored or not key.startswith("param_groups.")}
+    else:
+        numbers = range(len(own_state["optimizer"]["param_groups"]))
+        state["optimizer"]["param_groups"] = [options_to_read(number, stored) for number in numbers]
+    return state
 
 
 def empty_on_cpu(tensor):
     return torch.empty_like(tensor, device=tensor.device if isinstance(tensor, DTensor) else "cpu")
 
 
-def fit_groups(state, own_names, main_params, model, optimizer):
-    """Prepare what was read for load_state_dict(). Raises ForeignCheckpoint: a parameter was in another group."""
-    for name, main_param in main_params.items():
-        state["optimizer"]["state"][name]["main_param"] = main_param
-    for name, entries in state["optimizer"].get("state", {}).items():
-        if "main_param" in entries and not isinstance(entries["main_param"], FlatShard):  # nothing here has one
-            rounded, precise = state["model"][name], entries.pop("main_param")
-            names = [other for other, value in state["model"].items() if value is rounded]  # with those tied to it
-            state["model"].update(dict.fromkeys(names, precise))
-    groups = state["optimizer"].get("param_groups", [])
-    saved_number_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    for number, (group, names) in enumerate(zip(groups, own_names)):
-        for name in names:
+def options_to_read(number, stored) -> dict:
+    """Return memory for the hyperparameters that a parameter group has in the checkpoint; None for what is no tensor.
+    """
+    prefix = f"optimizer.param_groups.{number}."
+    options = {}
+    for key in [key for key in stored if key.startswith(prefix)]:
+        is_tensor = not isinstance(stored[key], BytesStorageMetadata)
+        value = torch.empty(stored[key].size, dtype=stored[key].properties.dtype) if is_tensor else None
+        options[key.removeprefix(prefix)] = value
+    if "params" not in options:
+        beginnings = ", ".join(dict.fromkeys(key.partition(".")[0] for key in stored))
+        raise ForeignCheckpoint(f"it has {number} parameter groups under optimizer, and more are here: its keys begin "
+                                f"with {beginnings}")
+    return options
+
+
+def keys_in_file(state, metadata) -> dict[str, str]:
+    """Return key of `state` -> key in the checkpoint, of the model and of main parameters.
+
+    torchtitan has the names of the model beside "optimizer", and not under "model". Where only one of checkpoint and
+    optimizer has main parameters, these are the model's parameters for the other. And a model of another dtype is
+    read from the main parameters, so that it is rounded once.
+    """
+    stored = metadata.state_dict_metadata
+    own_keys, _ = flatten_state_dict(state)
+    is_at_the_top = any(name in stored and f"model.{name}" not in stored for name in state["model"])
+    key_in_file = {}
+    main_key_of = {}  # id of the memory of a parameter, which tied ones share -> key of its main parameter
+    for name, memory in state["model"].items():
+        model_key = name if is_at_the_top else f"model.{name}"
+        main_key = f"optimizer.state.{name}.main_param"
+        if main_key in own_keys:
+            key_in_file[main_key] = main_key if main_key in stored else model_key
+        if main_key in stored and (main_key not in own_keys or stored[model_key].properties.dtype != memory.dtype):
+            main_key_of[id(memory)] = main_key
+        key_in_file[f"model.{name}"] = main_key_of.get(id(memory), model_key)
+    return key_in_file
+
+
+def keys_without_use(model):
+    """Return beginnings of keys that may be in a checkpoint though nothing uses them."""
+    frozen = [f"optimizer.state.{name}." for name, param in model.named_parameters() if not param.requires_grad]
+    return "about", "extra.", *frozen  # the first in those of 0.3
+
+
+def groups_to_load(state, own_state, optimizer) -> list[dict]:
+    """Return the parameter groups that were read, with this optimizer's own names and options of computing.
+
+    Raises ForeignCheckpoint: a parameter was in another group.
+    """
+    saved_groups = state["optimizer"]["param_groups"]
+    saved_number_of = {name: number for number, group in enumerate(saved_groups) for name in group["params"]}
+    groups = []
+    for number, own_group in enumerate(own_state["optimizer"]["param_groups"]):
+        for name in own_group["params"]:
             saved_number = saved_number_of.get(name, number)
             if saved_number != number:
                 raise ForeignCheckpoint(f"{name} was in parameter group {saved_number}, and is in {number} here")
-        group["params"] = names
-        keep_own_options(group, optimizer.param_groups[number])
+        group = with_own_options(saved_groups[number], optimizer.param_groups[number])
+        groups.append({**group, "params": own_group["params"]})
+    return groups
 
 
-def keep_own_options(saved, own):
-    """Put into a saved group what is about how this process computes, and not about the model."""
-    for key in HOW_IT_COMPUTES:
-        saved.pop(key, None)
-        if key in own:
-            saved[key] = own[key]
-
-
-@contextlib.contextmanager
-def quiet(group):
-    """Leave out DCP's warning that a program without process groups has none."""
-    with warnings.catch_warnings():
-        if group is None:
-            warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
-def refusal(error):
-    """Return the error as that of a checkpoint: what doesn't fit is foreign; what the disk can't read is damaged."""
-    if isinstance(error, (ValueError, KeyError)) and not isinstance(error, CheckpointError):
-        return ForeignCheckpoint(str(error))
-    return DamagedCheckpoint(error.strerror) if getattr(error, "errno", None) in DISK_ERRORS else error
+def with_own_options(saved_group, own_group):
+    """Return a saved group with this program's options of computing, which are nothing of the model."""
+    model_options = {key: value for key, value in saved_group.items() if key not in HOW_IT_COMPUTES}
+    return {**model_options, **{key: value for key, value in own_group.items() if key in HOW_IT_COMPUTES}}
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -1,10 +1,8 @@
-"""Communication between ranks that ends in one error on all of them, and not in a hang.
+"""Communication between the ranks that save or load together: an error on one rank is an error on all of them.
 
-Ranks that save and load together have gloo groups for this alone. Their time-out is long, so that a slow disk doesn't
-end training.
+These ranks have gloo groups of their own, whose time-out is long, so that a slow disk doesn't end training.
 """
 
-import atexit
 import contextlib
 import secrets
 import sys
@@ -18,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 TIMEOUT = timedelta(minutes=30)  # for which ranks wait for another one that writes or reads
 LONGEST_LINE = 500  # letters
-SAVERS = weakref.WeakKeyDictionary()  # the group of all ranks -> ranks of some groups -> their Saver
+SAVERS = weakref.WeakKeyDictionary()  # the group of all ranks -> ranks of process groups -> their Saver
 
 
 class CheckpointError(RuntimeError):
@@ -26,11 +24,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """It is incomplete, changed since it was written, or unreadable. An earlier checkpoint may be intact."""
+    """The checkpoint is incomplete, changed since it was written, or unreadable. An earlier one may be intact."""
 
 
 class ForeignCheckpoint(CheckpointError):
-    """It is intact, but from another model or optimizer, or another version of this program."""
+    """The checkpoint is intact, but from another model or optimizer, or another version of this program."""
 
 
 class UnfitModel(CheckpointError, ValueError):
@@ -38,137 +36,49 @@ class UnfitModel(CheckpointError, ValueError):
 
 
 def rank_and_size(group) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; without a process group a program is rank 0 of 1."""
+    """Return this process's rank and the number of ranks. A program without process groups is rank 0 of 1."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def all_gather(value, group) -> list:
     """Return the `value` of each rank, in rank order; an object that pickle can send. Collective."""
-    if group is None and not dist.is_initialized():
+    if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather(value, to_rank, group) -> list:
-    """Return the `value` of each rank on one rank of the group; None: on all. Elsewhere an empty list. Collective."""
-    if to_rank is None or rank_and_size(group)[1] == 1:
-        return all_gather(value, group)
-    values = [None] * dist.get_world_size(group) if dist.get_rank(group) == to_rank else None
-    dist.gather_object(value, values, group=group, group_dst=to_rank)
-    return values or []
-
-
-def broadcast(value, source, group):
-    """Return the `value` of rank `source` of the group, an object that pickle can send. Collective."""
-    if group is None and not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=source)
-    return box[0]
-
-
-class Saving(Future):
-    """The Future of an asynchronous save, which knows whether somebody has asked it how the save went."""
-
-    was_asked = False
-
-    def result(self, timeout=None):
-        try:
-            return super().result(timeout)
-        finally:
-            self.was_asked = self.done()
-
-    def unread_error(self) -> str:
-        """Wait for the save. Return the line of its error if nobody has asked for it, else an empty text."""
-        error = self.exception()
-        line = first_line(error) if error and not self.was_asked else ""
-        self.was_asked = True
-        return line
-
-
-class Saver:
-    """What the ranks that save and load together share.
-
-    Attributes:
-        group: their gloo group for files, which a thread may be using; None without process groups.
-        state_group: another one, for states that go from rank to rank.
-        thread: writes one asynchronous save after the other.
-        last: the Saving of the last asynchronous save.
-    """
-
-    def __init__(self, group, state_group):
-        self.group, self.state_group = group, state_group
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.last = Saving()
-        self.last.set_result(None)
-
-    def finish_last(self):
-        """Wait for the last asynchronous save. Raise its error on every rank unless somebody asked for it. Collective.
-        """
-        for line in filter(None, all_gather(self.last.unread_error(), self.group)):
-            raise CheckpointError(line)
-
-
-def saver_of(group, meshes=()) -> Saver:
-    """Return the Saver of the ranks of `group`, and of the device meshes that its ranks are in. Collective.
-
-    The first message is in `group`: a rank that doesn't come is an error after the time-out of the user's own group.
-    """
-    if not dist.is_initialized():
-        return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None, None))
-    if dist.get_rank(group) < 0:
-        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
-    groups = dict.fromkeys([group or dist.group.WORLD, *(along for mesh in meshes for along in mesh.get_all_groups())])
-    savers = SAVERS.setdefault(dist.group.WORLD, {})
-    key = tuple(tuple(dist.get_process_group_ranks(along)) for along in groups)
-    tokens = {dist.get_rank(): secrets.token_hex(8)}
-    for along in list(groups)[: 1 if key in savers else None]:
-        for tokens_of_rank in all_gather(tokens, along):
-            tokens = tokens | tokens_of_rank
-    if key not in savers:
-        ranks, name = sorted(tokens), tokens[min(tokens)]
-        savers[key] = Saver(new_group(ranks, f"{name} files"), new_group(ranks, f"{name} states"))
-    return savers[key]
-
-
-def new_group(ranks, name):
-    """Return a gloo group of some `ranks`, which are those that call this, under a `name` that no group ever had.
-
-    torch would name it after the number of groups that a rank is in. That may differ between the ranks; and where
-    torchrun has started them again, its store still has the addresses of the dead group of that name.
-    """
-    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
-        return dist.new_group(ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
-
-
 @contextlib.contextmanager
-def errors_on_all(error_prefix, group, refined=lambda error: error):
-    """Turn any error inside, on any rank, into a CheckpointError on all; one that is one keeps its class. Collective.
+def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
+    """Turn any error inside, on any rank, into a CheckpointError on all ranks. Collective, at the end of the block.
 
-    An interrupt by Ctrl-C stays what it is on its rank. The message names the rank unless all have the same error.
-    `refined(error)` may return an error of another class.
+    A collective inside a block must be its first line: ranks that have failed before would be missing. The message
+    names the rank, unless all ranks have the same error. An interrupt by Ctrl-C stays what it is on its rank.
+
+    as_checkpoint_error: returns an error as the kind of CheckpointError that it is. Any other is a CheckpointError.
     """
-    caught = report = None
+    own_error = report = None
     try:
         yield
-    except BaseException as error:  # CheckpointException isn't an Exception
-        caught = own_failure(error, group)
-        if caught is not None:
-            caught = refined(caught)
-            report = type(caught) if isinstance(caught, CheckpointError) else CheckpointError, first_line(caught)
+    except BaseException as error:  # DCP's CheckpointException isn't an Exception
+        own_error = error_of_this_rank(error, group)
+        if own_error is not None:
+            own_error = as_checkpoint_error(own_error)
+            kind = type(own_error) if isinstance(own_error, CheckpointError) else CheckpointError
+            report = kind, first_line(own_error)
     reports = all_gather(report, group)
-    if caught and not isinstance(caught, Exception):
-        raise caught from None
+    if own_error and not isinstance(own_error, Exception):
+        raise own_error from None
     for rank, report in enumerate(reports):
         if report:
             kind, line = report
-            raise kind(f"{error_prefix}: " + (f"rank {rank}: {line}" if len(set(reports)) > 1 else line)) from None
+            is_the_same_everywhere = len(set(reports)) == 1
+            raise kind(f"{error_prefix}: {line if is_the_same_everywhere else f'rank {rank}: {line}'}") from None
 
 
-def own_failure(error, group):
-    """Return the failure of this rank; None: torch.distributed.checkpoint reports those of other ranks alone."""
+def error_of_this_rank(error, group):
+    """Return the error of this rank, from one that DCP raises on all ranks. None: other ranks have failed."""
     if not isinstance(error, CheckpointException):
         return error
     rank, _ = rank_and_size(group)
@@ -183,9 +93,88 @@ def first_line(error) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} …"
 
 
-@atexit.register
-def print_unread_errors():
-    """Print the errors of asynchronous saves that nobody has asked about."""
-    for saver in [saver for savers in SAVERS.values() for saver in savers.values()]:
-        if saver.last.done() and (line := saver.last.unread_error()):
-            print(f"error: {line}", file=sys.stderr)
+class Saving(Future):
+    """The Future of an asynchronous save. `was_asked`: whether somebody has asked how the save went."""
+
+    was_asked = False
+
+    def result(self, timeout=None):
+        try:
+            return super().result(timeout)
+        finally:
+            self.was_asked = self.done()
+
+    def run(self, function, *args):
+        try:
+            self.set_result(function(*args))
+        except BaseException as error:
+            print(f"error: {first_line(error)}", file=sys.stderr)
+            self.set_exception(error.with_traceback(None))  # a traceback would keep the tensors in memory
+
+
+class Saver:
+    """What the ranks that save and load together share.
+
+    Attributes:
+        group: their gloo group for files, which a thread may be using. None: a program without process groups.
+        state_group: another gloo group, for states that ranks send each other meanwhile.
+        thread: writes one asynchronous save after the other.
+        last: the Saving of the last asynchronous save.
+    """
+
+    def __init__(self, group, state_group):
+        self.group = group
+        self.state_group = state_group
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.last = Saving()
+        self.last.set_result(None)
+
+    def finish_last(self):
+        """Wait for the last asynchronous save. Raise its error on every rank unless somebody asked for it. Collective.
+        """
+        error = self.last.exception()
+        own_line = first_line(error) if error and not self.last.was_asked else None
+        self.last.was_asked = True
+        for line in filter(None, all_gather(own_line, self.group)):
+            raise CheckpointError(line)
+
+    def in_background(self, function, *args) -> Saving:
+        """Call `function` in the thread. Return the Saving that says how it went."""
+        self.last = Saving()
+        self.thread.submit(self.last.run, function, *args)
+        return self.last
+
+
+def saver_of(process_group, meshes=()) -> Saver:
+    """Return the Saver of the ranks of `process_group`, and of the device meshes that these ranks are in. Collective.
+
+    The first message is in `process_group`: a rank that is missing is an error after the time-out of the user's group.
+    """
+    if not dist.is_initialized():
+        return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None, None))
+    if dist.get_rank(process_group) < 0:
+        raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
+    groups_of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]
+    groups = [*dict.fromkeys([process_group or dist.group.WORLD, *groups_of_meshes])]
+    ranks_of_groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    savers = SAVERS.setdefault(dist.group.WORLD, {})
+    is_known = ranks_of_groups in savers
+    token_of_rank = {dist.get_rank(): secrets.token_hex(8)}
+    for group in groups[:1] if is_known else groups:  # after the last group, each rank knows the tokens of all
+        for tokens in all_gather(token_of_rank, group):
+            token_of_rank = token_of_rank | tokens
+    if not is_known:
+        ranks = sorted(token_of_rank)
+        name = token_of_rank[ranks[0]]
+        savers[ranks_of_groups] = Saver(new_group(ranks, f"{name} files"), new_group(ranks, f"{name} states"))
+    return savers[ranks_of_groups]
+
+
+def new_group(ranks, name):
+    """Return a gloo group of some `ranks`, which are those that call this, under a `name` that no group ever had.
+
+    torch would name the group after the number of groups that a rank is in. That may differ between the ranks. And
+    where torchrun has started the ranks again, its store has the addresses of the dead group of that name.
+    """
+    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        return dist.new_group(ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) leaves out: sums of files, what may be unpickled, and what a load uses.
+"""What torch.distributed.checkpoint (DCP) leaves out: checksums, a check of what was read, and safe unpickling.
 
 DCP's `.metadata` is a pickle, and so is each value that is no tensor. Here nothing but DCP's own classes comes out of
 the first, and torch.load(weights_only=True) reads the others.
@@ -13,10 +13,12 @@ import pickle
 import re
 import warnings
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -30,13 +32,13 @@ METADATA = ".metadata"
 SUMS = "checksums.json"  # file -> [bytes, CRC-32]
 CHUNK = 2**20  # bytes that are read at once
 DCP = "torch.distributed.checkpoint"
-DTYPES = {name for name in dir(torch) if type(getattr(torch, name)) is torch.dtype}
-ALLOWED = {
+ALLOWED = {  # names that a `.metadata` may contain
     *((f"{DCP}.metadata", name) for name in (
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
         "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     (f"{DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), *(("torch", name) for name in DTYPES)}
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    *(("torch", name) for name in dir(torch) if type(getattr(torch, name)) is torch.dtype)}
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -47,13 +49,21 @@ class Packed(bytes):
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's own. What all ranks have, such as the model, is written as the lowest of them has it."""
+    """DCP's own. The lowest rank writes what all ranks have. Values that `load` couldn't read again are refused."""
 
     def __init__(self):
         super().__init__(dedup_save_to_lowest_rank=True)
 
     def transform_object(self, write_item, object):
-        return io.BytesIO(object) if isinstance(object, Packed) else super().transform_object(write_item, object)
+        written = io.BytesIO(object) if isinstance(object, Packed) else super().transform_object(write_item, object)
+        if isinstance(written, io.BytesIO):
+            try:
+                unpickled(io.BytesIO(written.getvalue()))
+            except Exception as error:
+                named = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
+                words = f"it holds {named[1] or named[2]}" if named else f"{type(error).__name__}: {error}"
+                raise ValueError(f"load() can't read {write_item.index.fqn} again: {words}") from None
+        return written
 
 
 class SummedFile(io.BufferedWriter):
@@ -95,38 +105,35 @@ class SummingFileSystem(FileSystem):
 class Writer(dcp.FileSystemWriter):
     """Writes one file per rank, flushed to the disk. With several threads DCP would take a full disk for success."""
 
-    def __init__(self, path):
-        super().__init__(path, sync_files=True, thread_count=1, overwrite=False)
+    def __init__(self, folder):
+        super().__init__(folder, sync_files=True, thread_count=1, overwrite=False)
         self.fs = SummingFileSystem()
 
     def storage_meta(self):
-        return StorageMeta()  # without the path, which is another when the folder is complete
+        return StorageMeta()  # without the name of the folder, which changes when everything is in it
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads files whose sums are right, and metadata that is checked before anything is read."""
+    """Reads a folder whose files are as they were written, and whose metadata has nothing but DCP's objects."""
 
-    def __init__(self, path, rank, world_size):
-        super().__init__(path)
-        sizes = checked_files(Path(path), rank, world_size)
-        has_sums = (Path(path) / SUMS).exists()
-        with opened(Path(path) / (SUMS if has_sums else METADATA)) as file:
-            self.checksum = checksum_of_file(file)  # to know whether all ranks read the same
-        with opened(Path(path) / METADATA) as file:
+    def __init__(self, folder, rank, n_ranks):
+        super().__init__(folder)
+        self.checksum = checksum_of_folder(folder, rank, n_ranks)
+        with opened(folder / METADATA) as file:
             self.metadata = MetadataUnpickler(file).load()
-            check_metadata(self.metadata, sizes)
+            check_boxes(self.metadata)
 
     def read_metadata(self, *args, **kwargs):
         return self.metadata
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's own. It refuses what isn't there, what a load would not use, and values that could run code.
+    """DCP's own. It refuses keys that aren't there, and keys that a load would not use, and runs no code.
 
-    may_be_unused: prefixes of keys in the checkpoint of which an unused one is a warning.
+    may_be_unused: beginnings of keys; an unused key that begins so is a warning.
     """
 
     def __init__(self, may_be_unused):
@@ -136,41 +143,29 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def create_local_plan(self):
         stored = self.metadata.state_dict_metadata
         for key, value in self.state_dict.items():
-            if key not in stored:
-                others = [name for name in stored if name not in self.state_dict
-                          and not name.startswith(self.may_be_unused)]
-                ending = f", but {others[0]}" if others else ""
-                raise ForeignCheckpoint(f"it is of another model: it has no {key}{ending}")
-            if isinstance(stored[key], TensorStorageMetadata) and isinstance(value, torch.Tensor):
-                saved_shape, saved_dtype = tuple(stored[key].size), stored[key].properties.dtype
-                if saved_shape != tuple(value.shape):
-                    raise ForeignCheckpoint(f"it is of another model: {key} has shape {saved_shape} there, "
-                                            f"{tuple(value.shape)} here")
-                if saved_dtype != value.dtype and saved_dtype.is_floating_point != value.is_floating_point():
-                    raise ForeignCheckpoint(f"{key} is {saved_dtype}, and {value.dtype} here")
+            is_tensor = isinstance(value, torch.Tensor)
+            if key not in stored or isinstance(stored[key], TensorStorageMetadata) != is_tensor:
+                raise ForeignCheckpoint(f"it is of another model or optimizer: it has no {key}")
         return dataclasses.replace(super().create_local_plan(), planner_data=[*self.state_dict])
 
-    def create_global_plan(self, global_plan):
-        used = {key for plan in global_plan for key in plan.planner_data}
-        for key in self.metadata.state_dict_metadata:
-            if key not in used and not re.fullmatch(r"about|extra\.\d+", key):  # of 0.3, and of other ranks
-                if not key.startswith(self.may_be_unused):
-                    raise ForeignCheckpoint(f"it has {key}, which this model and optimizer don't have")
+    def create_global_plan(self, plans):
+        used = {key for plan in plans for key in plan.planner_data}
+        for key in self.metadata.state_dict_metadata.keys() - used:
+            if not key.startswith(self.may_be_unused):
+                raise ForeignCheckpoint(f"it has {key}, which this model and optimizer don't have")
+            if not re.fullmatch(r"about|extra\.\d+", key):  # of 0.3, and `extra` of other ranks
                 warnings.warn(f"{key} of the checkpoint isn't loaded", stacklevel=2)
-        return super().create_global_plan(global_plan)
+        return super().create_global_plan(plans)
 
-    def load_bytes(self, read_item, value):
-        *path, last = self.mappings[read_item.dest_index.fqn]
-        container = self.original_state_dict
-        for key in path:
-            container = container[key]
+    def load_bytes(self, read_item, stream):
+        key = read_item.dest_index.fqn
         try:
-            container[last] = unpacked(value)
-        except pickle.UnpicklingError:
-            raise DamagedCheckpoint(f"{read_item.dest_index.fqn} is damaged: it is no plain value") from None
+            set_element(self.original_state_dict, self.mappings[key], unpickled(stream))
+        except pickle.UnpicklingError:  # whose text says how to run the code
+            raise DamagedCheckpoint(f"{key} is damaged: it is no plain value") from None
 
 
-class MetadataUnpickler(pickle._Unpickler):  # the one in Python, of which an instruction can be replaced
+class MetadataUnpickler(pickle.Unpickler):
     """Makes DCP's own objects, and nothing else. No name in ALLOWED has a dot, so none leads to an attribute."""
 
     def find_class(self, module, name):
@@ -178,17 +173,34 @@ class MetadataUnpickler(pickle._Unpickler):  # the one in Python, of which an in
             raise pickle.UnpicklingError(f"it names {module}.{name}, which isn't DCP's")
         return super().find_class(module, name)
 
-    def load_build(self):
-        if isinstance(self.stack[-2], type):  # the object whose attributes would be set
-            raise pickle.UnpicklingError("it changes a class")
-        super().load_build()
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+def check_boxes(metadata):
+    """Raise ValueError unless the boxes of each tensor cover it, and none of its elements twice."""
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata) and not stored.size:  # a scalar, which DCP's check leaves out
+            require(len(stored.chunks) == 1, f"{key!r:.60} has no value")
+    several_plans = [None, None]  # with fewer plans gaps would pass
+    problems = _validate_global_plan(several_plans, metadata)  # a list of texts; in torch 2.11 whether there are none
+    require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
+
+
+def renamed(metadata, stored_keys) -> dcp.Metadata:
+    """Return metadata in which each key of `stored_keys`, key -> key in the checkpoint, is read from that place."""
+    new_keys = defaultdict(list)
+    for key, stored_key in stored_keys.items():
+        new_keys[stored_key].append(key)
+    for key in metadata.state_dict_metadata.keys() - new_keys.keys() - stored_keys.keys():
+        new_keys[key].append(key)
+    tensors = {key: metadata.state_dict_metadata[stored_key] for stored_key, keys in new_keys.items() for key in keys
+               if stored_key in metadata.state_dict_metadata}
+    places = {dataclasses.replace(index, fqn=key): place for index, place in metadata.storage_data.items()
+              for key in new_keys[index.fqn]}
+    return dataclasses.replace(metadata, state_dict_metadata=tensors, storage_data=places)
 
 
 @contextlib.contextmanager
 def opened(path):
-    """Open a file of a checkpoint. Whatever is wrong with what is in it is a DamagedCheckpoint, which names it."""
+    """Open a file of a checkpoint. Any error from its content becomes a DamagedCheckpoint, which names the file."""
     try:
         require(path.is_file(), "it is missing, or no regular file")  # opening a FIFO would wait
         with open(path, "rb") as file:
@@ -200,53 +212,39 @@ def opened(path):
         raise DamagedCheckpoint(f"{path.name} is damaged: {words}") from None
 
 
-def check_metadata(metadata, sizes):
-    """Raise ValueError unless each tensor lies in a file of the folder, and is complete: DCP reads what is listed."""
-    for index, info in metadata.storage_data.items():
-        require(info.relative_path in sizes, f"{index.fqn!r:.60} lies in {info.relative_path!r:.60}")
-    places = {(index.fqn, index.offset) for index in metadata.storage_data}
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            require(stored.size or len(stored.chunks) == 1, f"{key!r:.60} has no value")
-            for chunk in stored.chunks:
-                require((key, chunk.offsets) in places, f"a part of {key!r:.60} is missing")
-    problems = _validate_global_plan([None, None], metadata)  # boxes that overlap, or leave a gap
-    require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
-
-
 def require(condition, message):
     """Raise ValueError with `message` unless `condition`."""
     if not condition:
         raise ValueError(message)
 
 
-def checked_files(folder, rank, world_size) -> dict[str, int]:
-    """Return file -> its number of bytes, of all files of a checkpoint. This rank checks the sums of its share of them.
+def checksum_of_folder(folder, rank, n_ranks) -> int:
+    """Return a checksum by which ranks know whether they read the same folder. Raises DamagedCheckpoint.
 
-    Raises DamagedCheckpoint: one is missing or was changed. ForeignCheckpoint: version 0.2 has written it.
+    Each of `n_ranks` ranks reads its share of the files, and compares their sums with those when they were written.
     """
     if not folder.is_dir():
         raise DamagedCheckpoint("there is no such folder")
     if not (folder / METADATA).exists():
-        if (folder / "manifest.json").exists():
-            raise ForeignCheckpoint("version 0.2 or an earlier one has written it: load it with that version")
         raise DamagedCheckpoint(f"it is not complete: {METADATA} is missing")
     if not (folder / SUMS).exists():  # another program has written it
-        return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+        with opened(folder / METADATA) as file:
+            return checksum_of(file)
     with opened(folder / SUMS) as file:
+        checksum = checksum_of(file)
+        file.seek(0)
         sums = {name: (int(n_bytes), int(crc)) for name, (n_bytes, crc) in json.load(file).items()}
-        require(not any("/" in name for name in sums), "it names files of other folders")
     for number, (name, (n_bytes, crc)) in enumerate(sorted(sums.items())):
         with opened(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             require(size == n_bytes, f"{n_bytes} bytes were written, now it is {size} bytes")
-            if number % world_size == rank:
-                checksum = checksum_of_file(file)
-                require(checksum == crc, f"its checksum was {crc:08x}, now it is {checksum:08x}")
-    return {name: n_bytes for name, (n_bytes, _) in sums.items()}
+            if number % n_ranks == rank:
+                found = checksum_of(file)
+                require(found == crc, f"its checksum was {crc:08x}, now it is {found:08x}")
+    return checksum
 
 
-def checksum_of_file(file):
+def checksum_of(file):
     crc = 0
     while content := file.read(CHUNK):
         crc = zlib.crc32(content, crc)
@@ -256,25 +254,19 @@ def checksum_of_file(file):
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-def packed(value, name) -> Packed:
-    """Return `value` as torch.save writes it. Raises ValueError: `unpacked` couldn't read it again."""
+def packed(value) -> Packed:
+    """Return `value` as torch.save writes it, with copies of its tensors on the CPU."""
     buffer = io.BytesIO()
-    try:
-        torch.save(tree_map(as_saved, value), buffer)
-        unpacked(io.BytesIO(buffer.getvalue()))
-    except Exception as error:
-        named = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
-        words = f"it holds {named[1] or named[2]}" if named else f"{type(error).__name__}: {error}"
-        raise ValueError(f"load() can't read {name} again: {words}") from None
+    torch.save(tree_map(as_saved, value), buffer)
     return Packed(buffer.getvalue())
-
-
-def unpacked(stream):
-    """Return a value that `packed` or torch's own tools have written. Runs no code from it."""
-    with torch.serialization.safe_globals([frozenset]):
-        return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def as_saved(value):
     """Return a tensor's copy on the CPU, without what lies around it in memory; a number of NumPy's as Python's."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else as_python(value)
+
+
+def unpickled(stream):
+    """Return a value that torch.save has written. Runs no code from it."""
+    with torch.serialization.safe_globals([frozenset]):
+        return torch.load(stream, map_location="cpu", weights_only=True)

@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from harness import command_line
+from harness.ranks import command_line
 
 if __name__ == "__main__":
     command_line.begin()

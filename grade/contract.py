@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from grade.grader import MARK, say, shorten
-from harness.take import ROOT
+from harness.publishing.stages import ROOT
 
 N_FAILURES = 40  # then it ends: a hang takes a minute
 CAUSES = {  # a part of a failure -> its cause

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.diff import functions
-from harness.take import CORE, ROOT, files_of, write_package
+from harness.publishing.stages import CORE, ROOT, files_of, functions, write_package
 
 REPORT = "REPORT.md"  # in the package of a drill: by its first line the grader knows which one it is
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from grade import on_ranks, runs
-from harness.workers import WorkerError, Workers
+from harness.ranks.workers import WorkerError, Workers
 
 LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
 LAST_S = 600  # where neither is seen

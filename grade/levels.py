@@ -14,7 +14,7 @@ from grade import mistakes, on_ranks
 from grade.by_hand import NOT_AVERAGED, NOT_RECEIVED, ByHand, check_movement, spans
 from grade.grader import UNKNOWN, Wrong, require, shorten
 from grade.runs import LR, OTHER_SEED, Run, counted, flat, play
-from harness.take import code_lines
+from harness.publishing.stages import code_lines
 
 EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
 LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"

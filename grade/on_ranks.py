@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from grade.runs import LR
-from harness.ledger import Ledger
-from harness.workers import event
+from harness.measuring.ledger import Ledger
+from harness.ranks.workers import event
 
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole one, or the idea alone: a core
 BESIDE_DDP = "Sharded"  # the class that only shards, beside torch's DDP

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from harness.memory import Memory, plain_tensors
+from harness.measuring.memory import Memory, plain_tensors
 
 LR = 0.1
 OTHER_SEED, FIRST_DROPPED = 100, 100  # of a model that is loaded; the number of a batch that is dropped

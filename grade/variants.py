@@ -12,7 +12,7 @@ from torch import nn
 from grade.grader import require
 from grade.levels import Check, is_short
 from grade.runs import OPTIMIZERS, Run, play
-from harness.take import ROOT, code_lines
+from harness.publishing.stages import ROOT, code_lines
 
 
 class BlockSGD(torch.optim.SGD):

@@ -27,11 +27,14 @@ class FlatShard(torch.Tensor):
     @staticmethod
     def __new__(cls, shape, start, stop, local, offsets=None, sizes=None, is_replica=False, gather=None):
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
-        self.start, self.stop, self.local = start, stop, local
+        self.local = local
+        self.start = start
+        self.stop = stop
         self.offsets = tuple(offsets or (0,) * len(shape))
         self.sizes = tuple(shape if sizes is None else sizes)
-        self.is_replica, self.gather = is_replica, gather
+        self.is_replica = is_replica
         self.was_broadcast = False
+        self.gather = gather
         return self
 
     @property
@@ -41,15 +44,16 @@ class FlatShard(torch.Tensor):
 
     def with_local(self, local):
         """Return a FlatShard of the same place with other values."""
-        return FlatShard(*self.place[:1], self.start, self.stop, local, self.offsets, self.sizes, self.is_replica,
+        return FlatShard(self.shape, self.start, self.stop, local, self.offsets, self.sizes, self.is_replica,
                          self.gather)
 
     def boxes(self):
         """Yield (offsets in the whole, elements in the shape of their box) of the boxes that this range consists of."""
         begin = 0
-        for offsets, sizes in boxes_of(self.sizes, self.start, self.stop):
+        for offsets_in_box, sizes in boxes_of(self.sizes, self.start, self.stop):
             end = begin + math.prod(sizes)
-            yield torch.Size(map(sum, zip(self.offsets, offsets))), self.local[begin:end].view(sizes)
+            offsets = torch.Size(outer + inner for outer, inner in zip(self.offsets, offsets_in_box))
+            yield offsets, self.local[begin:end].view(sizes)
             begin = end
 
     def full_tensor(self):
@@ -86,8 +90,8 @@ class FlatShard(torch.Tensor):
         return next(part for offsets, part in self.boxes() if offsets == index.offset)
 
     def __reduce_ex__(self, protocol):
-        return FlatShard, (*self.place[:1], self.start, self.stop, self.local.clone(), self.offsets, self.sizes,
-                           self.is_replica)
+        arguments = self.start, self.stop, self.local.clone(), self.offsets, self.sizes, self.is_replica
+        return FlatShard, (tuple(self.shape), *arguments)
 
     def __deepcopy__(self, memo):
         return self.clone()
@@ -98,7 +102,8 @@ class FlatShard(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         """Copy, convert and fill the elements of this rank. Everything else is an error."""
-        name, shard = function._schema.name, args[0]
+        name = function._schema.name
+        shard = args[0]
         if name == "c10d::broadcast_":  # torch's full_state_dict=True sends this, since it gathers DTensors alone
             (shard,) = args[0]
             shard.was_broadcast = True  # so that load_state_dict() refuses it: an error here would let others wait
@@ -117,24 +122,33 @@ class FlatShard(torch.Tensor):
 def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
     """Return (offsets, sizes) of the boxes that flat elements `start` to `stop` of a tensor of this shape consist of.
 
-    They come in the order of the elements: a part of a row, whole rows, a part of a row, for each dimension.
+    They come in the order of the elements. Elements 2 to 9 of a (3, 4) tensor are the end of row 0, row 1, and the
+    begin of row 2; in more dimensions the end of a row consists of boxes in turn:
+
+        . . a a
+        b b b b
+        c . . .
     """
     if start >= stop:
         return []
-    if len(shape) <= 1:
-        return [((start,), (stop - start,))] if shape else [((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    if not shape:  # a scalar
+        return [((), ())]
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row_shape = shape[1:]
+    row_numel = math.prod(row_shape)
+    first_whole = (start + row_numel - 1) // row_numel
+    end_of_whole = stop // row_numel
 
-    def part_of_row(number, begin, end):
-        return [((number, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(shape[1:], begin, end)]
+    def part_of_row(row, begin, end):
+        return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(row_shape, begin, end)]
 
-    if first > last:  # all of it lies in one row
-        return part_of_row(last, start - last * row, stop - last * row)
-    row_start = (0,) * len(shape[1:])
-    whole_rows = [((first, *row_start), (last - first, *shape[1:]))] if last > first else []
-    head = part_of_row(first - 1, start - (first - 1) * row, row) if start % row else []
-    return [*head, *whole_rows, *part_of_row(last, 0, stop - last * row)]
+    if first_whole > end_of_whole:  # all elements lie in one row
+        return part_of_row(end_of_whole, start - end_of_whole * row_numel, stop - end_of_whole * row_numel)
+    boxes = part_of_row(first_whole - 1, start - (first_whole - 1) * row_numel, row_numel)  # [] if start begins a row
+    if end_of_whole > first_whole:
+        boxes.append(((first_whole, *(0 for _ in row_shape)), (end_of_whole - first_whole, *row_shape)))
+    return boxes + part_of_row(end_of_whole, 0, stop - end_of_whole * row_numel)
 
 
 torch.serialization.add_safe_globals([FlatShard])  # torch.load(weights_only=True) reads it

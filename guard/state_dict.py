@@ -114,8 +114,8 @@ def state_dict_of(optimizer, with_fresh=True):
     `n_steps` counts the steps before, so that files of different steps are noticed.
     with_fresh: whether there are entries of a parameter that has no state yet; torch needs them to load.
     """
-    # A key that is no parameter is kept as torch keeps it.
-    state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    state = {key: value for key, value in optimizer.optimizer.state.items()
+             if not isinstance(key, torch.Tensor)}  # torch keeps the state of a key that is no parameter, too
     for index, part in enumerate(parts_of(optimizer)):
         entries = entries_of(optimizer, part, with_fresh)
         if entries is not None:
@@ -190,7 +190,7 @@ def saved_value(part, name, value):
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-class Loaded(NamedTuple):
+class PreparedLoad(NamedTuple):
     """Everything that a load changes, computed before anything is."""
 
     main_params: list  # (main parameter, its new value)
@@ -205,7 +205,7 @@ def load_state_dicts(optimizers, state_dicts, process_group):
     process_group: all ranks that call this; an optimizer may be on fewer ranks.
     """
     error = None
-    all_loaded = []
+    prepared_loads = []
     device = all_params(optimizers[0])[0].device
     for optimizer, state_dict in zip(optimizers, state_dicts):
         refusal = None
@@ -213,8 +213,9 @@ def load_state_dicts(optimizers, state_dicts, process_group):
         try:
             for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(optimizer, dict(state_dict)) or state_dict
-            all_loaded.append(loaded(optimizer, state_dict))
-            settings = {**settings_of(all_loaded[-1].groups), "n_steps": float(all_loaded[-1].n_steps)}
+            prepared = prepared_load(optimizer, state_dict)
+            prepared_loads.append(prepared)
+            settings = {**settings_of(prepared.groups), "n_steps": float(prepared.n_steps)}
         except Exception as failure:
             refusal = failure
         try:
@@ -225,13 +226,13 @@ def load_state_dicts(optimizers, state_dicts, process_group):
         agree(error, {}, process_group, device)
     elif error:
         raise error
-    for optimizer, ready in zip(optimizers, all_loaded):
-        install(optimizer, ready)
+    for optimizer, prepared in zip(optimizers, prepared_loads):
+        install(optimizer, prepared)
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
 
 
-def loaded(optimizer, state_dict) -> Loaded:
+def prepared_load(optimizer, state_dict) -> PreparedLoad:
     """Return what loading `state_dict` would change. Raises ValueError: it is of another optimizer, or of other ranks.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
@@ -240,8 +241,10 @@ def loaded(optimizer, state_dict) -> Loaded:
     if "world_size" in state_dict:
         raise ValueError("this state_dict was made by version 0.3 or before: load it with that version, and save a "
                          "checkpoint.full_state_dict(optimizer)")
-    states, saved_groups = state_dict["state"], state_dict["param_groups"]
-    n_saved, n_own = ([len(group["params"]) for group in groups] for groups in (saved_groups, optimizer.param_groups))
+    states = state_dict["state"]
+    saved_groups = state_dict["param_groups"]
+    n_saved = [len(group["params"]) for group in saved_groups]
+    n_own = [len(group["params"]) for group in optimizer.param_groups]
     if n_saved != n_own:
         raise ValueError(f"this state_dict has groups of {n_saved} parameters, this optimizer has {n_own}")
     keys = [key for group in saved_groups for key in group["params"]]  # indices, or names in the same order
@@ -263,11 +266,11 @@ def loaded(optimizer, state_dict) -> Loaded:
     of_no_parameter = {key: states[key] for key in states.keys() - set(keys)}
     options = [copy.deepcopy(hyperparameters(group)) for group in saved_groups]
     inner = inner_with(optimizer.optimizer, state_of, of_no_parameter, options)
-    return Loaded(main_params, inner, options, state_dict.get("n_steps", 0))
+    return PreparedLoad(main_params, inner, options, state_dict.get("n_steps", 0))
 
 
 def is_missing(value):
-    """Return whether torch has an empty dict in place of a value that isn't in its flattened form."""
+    """Return whether `value` is an empty dict, which torch has in place of a value that its flattened form lacks."""
     return isinstance(value, dict) and not value
 
 
@@ -334,13 +337,13 @@ def inner_with(inner, state_of, of_no_parameter, options):
     return inner_copy
 
 
-def install(optimizer, ready):
+def install(optimizer, prepared):
     """Put what was loaded into the optimizer. A hyperparameter that is a tensor stays the tensor that it is."""
-    for main, value in ready.main_params:
+    for main, value in prepared.main_params:
         main.copy_(value)
-    vars(optimizer.optimizer).update(vars(ready.inner))
-    optimizer._n_steps = ready.n_steps
-    for group, options in zip(optimizer.param_groups, ready.groups):
+    vars(optimizer.optimizer).update(vars(prepared.inner))
+    optimizer._n_steps = prepared.n_steps
+    for group, options in zip(optimizer.param_groups, prepared.groups):
         for key, value in options.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                 group[key].copy_(value)

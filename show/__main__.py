@@ -14,13 +14,13 @@ import json
 import sys
 from pathlib import Path
 
-from harness import command_line
+from harness.ranks import command_line
 
 if __name__ == "__main__":
     command_line.begin()
 
-from harness.command_line import number
-from harness.workers import WorkerError, Workers
+from harness.ranks.command_line import number
+from harness.ranks.workers import WorkerError, Workers
 
 from . import frames, page, record, scenes, terminal
 from .picture import THEMES

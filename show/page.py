@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import STAGES
-from harness.workers import Workers
+from harness.ranks.workers import Workers
 
 from . import beats, frames, layout, picture, replicated
 from .record import CORE_FILES, Program, record_rank

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
-import harness.train as workload
+import harness.training.train as workload
 from stage3_gradbuffer import DistributedOptimizer
 
 

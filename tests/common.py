@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from harness import STAGES as STAGES
-from harness import alone
-from harness.meeting import join
+from harness.ranks.meeting import join, rank_0_of
+from stage4_overlap import drops
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -88,7 +88,7 @@ def loss_of(model, x, y):
     return F.mse_loss(model(x), y)
 
 
-one_rank_of = alone.rank_0_of  # of d: the real code runs, and nothing is sent
+one_rank_of = rank_0_of  # of d: the real code runs, and nothing is sent
 
 
 # ------------------------------------------------------------------------------------- how a test of stages is written
@@ -163,10 +163,16 @@ def meet_anew(rank):
             found._pg_registry.clear()
     mesh_of.cache_clear()
     torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes equal those that are made next
+    drops.UNDER_WAY.clear()  # messages of stage 4's optimizers that a test has dropped
     gc.collect()
     gc.freeze()  # the next collection is quick
     place = rank.rank, rank.world_size
     join(*place, *place, 300, dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store))
+
+
+def no_sync_if(optimizer, condition):
+    """-> the context no_sync() of the optimizer, or one that does nothing."""
+    return optimizer.no_sync() if condition else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

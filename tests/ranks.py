@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from harness.workers import start_forkserver
+from harness.ranks.workers import start_forkserver
 
 # torchrun's own entry would not do: it starts a Python for each rank, which imports torch for seconds, and where one
 # rank fails it ends the others, while many tests are about what those notice. Hence what torchrun's environment and a
@@ -120,7 +120,7 @@ def git(folder, *command):
 
 def _be_a_rank(command, environment, cwd, outputs, server):
     """In the new process: becomes what `python script.py` would be, as far as the script can see; and ends like it."""
-    gc.freeze()  # as in harness.workers
+    gc.freeze()  # as in harness.ranks.workers
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests have it ignored
     _find_server(server)
     for number, file in enumerate(outputs, start=1):

@@ -11,48 +11,49 @@ from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
-from harness import row_names
-from harness import FOUR, THREE, command_line
+from harness.publishing import row_names
+from harness import STAGE_3, STAGE_4
+from harness.ranks import command_line
 
 if __name__ == "__main__":
     command_line.begin()
 
 import torch
 
-from harness import results as saved
-from harness import rows as catalogue
-from harness.alone import rank_0_of
-from harness.examine import Settings, adamw
-from harness.gpt import GPT, MODELS
-from harness.ledger import Ledger
-from harness.memory import Memory
-from harness.pages import rewritten
-from harness.tables import column, markdown, names, rate_words, sheet_of
-from harness.take import code_lines, core_lines
+from harness.publishing import results as saved
+from harness.training import rows as catalogue
+from harness.ranks.meeting import rank_0_of
+from harness.measuring.examine import Settings, adamw
+from harness.training.models import GPT, MODELS
+from harness.measuring.ledger import Ledger
+from harness.measuring.memory import Memory
+from harness.publishing.pages import rewritten
+from harness.publishing.tables import column, markdown, names, rate_words, sheet_of
+from harness.publishing.stages import code_lines, core_lines
 from stage4_overlap.transport import GlooTransport, Transport
 from variants.muon import UNEVEN, owners
 from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
-STAGE_3 = row_names.GRAD_BUFFER
-STAGE_4 = row_names.OVERLAP
+GRAD_BUFFER = row_names.GRAD_BUFFER
+OVERLAP = row_names.OVERLAP
 BF16 = row_names.OVERLAP_BF16
 # A row of the table: the row that it is compared with, what others call it, when to take it.
 TableRow = namedtuple("TableRow", "base elsewhere when")
 ROWS = {  # by the bench's names
-    STAGE_3: TableRow(None, "", "the base of the next row"),
-    "variants per_parameter": TableRow(STAGE_3, "modded-nanogpt, nanochat", "few, large parameters"),
-    STAGE_4: TableRow(None, "", "the base of all that follow"),
+    GRAD_BUFFER: TableRow(None, "", "the base of the next row"),
+    "variants per_parameter": TableRow(GRAD_BUFFER, "modded-nanogpt, nanochat", "few, large parameters"),
+    OVERLAP: TableRow(None, "", "the base of all that follow"),
     "variants muon": TableRow("ddp + muon", "Megatron-LM's layer-wise optimizer, Owned of torchtitan",
                               "Muon, SOAP, Shampoo"),
-    "variants hybrid": TableRow(STAGE_4, "num_distributed_optimizer_instances, HSDP",
+    "variants hybrid": TableRow(OVERLAP, "num_distributed_optimizer_instances, HSDP",
                                 "slow links between nodes, or latency decides"),
-    "variants wire16": TableRow(STAGE_4, "bf16_compress_hook, communication_data_type", "the link decides"),
-    "variants moments16": TableRow(STAGE_4, "use_precision_aware_optimizer", "the state decides, beta2 ≤ 0.99"),
-    "variants same_bits": TableRow(STAGE_4, "–", "the bits must not depend on the number of ranks"),
-    "variants finite": TableRow(STAGE_4, "check_for_nan_in_grad", "which rank has the nan?"),
-    "variants blocks": TableRow(STAGE_4, "torchao with FSDP2", "8-bit states"),
-    "variants offload": TableRow(STAGE_4, "offload_optimizer, CPUOffloadPolicy", "the GPU's memory decides"),
+    "variants wire16": TableRow(OVERLAP, "bf16_compress_hook, communication_data_type", "the link decides"),
+    "variants moments16": TableRow(OVERLAP, "use_precision_aware_optimizer", "the state decides, beta2 ≤ 0.99"),
+    "variants same_bits": TableRow(OVERLAP, "–", "the bits must not depend on the number of ranks"),
+    "variants finite": TableRow(OVERLAP, "check_for_nan_in_grad", "which rank has the nan?"),
+    "variants blocks": TableRow(OVERLAP, "torchao with FSDP2", "8-bit states"),
+    "variants offload": TableRow(OVERLAP, "offload_optimizer, CPUOffloadPolicy", "the GPU's memory decides"),
     BF16: TableRow(None, "", "the base of the next row"),
     "variants remainder16": TableRow(BF16, "store_param_remainders", "bf16, and no fp32 copies"),
 }
@@ -115,7 +116,7 @@ def table():
 
     def lines(name):
         idea = PAGE.with_name(f"{name.removeprefix('variants ')}.py")
-        stage = THREE if name == STAGE_3 else FOUR
+        stage = STAGE_3 if name == GRAD_BUFFER else STAGE_4
         return len(code_lines(idea)) if idea.exists() else core_lines(saved.ROOT / stage)
 
     def time(place):

@@ -11,8 +11,7 @@ import torch
 import stage4_overlap
 import variants.muon
 from guard.chained import Chained
-from harness import reference
-from harness.training import Training
+from harness.training.replicated import DistributedOptimizer, Training, in_ddp
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 
@@ -40,9 +39,9 @@ def pair_of(matrix_class, rest_class, prefetches=False):
 
 def ddp_and_muon(model, adamw):
     """Orthogonalise every matrix on every rank, beneath DDP."""
-    replicated = functools.partial(reference.DistributedOptimizer, average_gradients=False)
+    replicated = functools.partial(DistributedOptimizer, average_gradients=False)
     training = pair_of(replicated, replicated)(model, adamw)
-    training.forward = reference.in_ddp(model)
+    training.forward = in_ddp(model)
     return training
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from harness.meeting import Rank
+from harness.ranks.meeting import Rank
 from tests.common import STAGES, Net, batch, loss_of, optimizer_of
 
 SHARDED = STAGES[2:]
@@ -51,11 +51,11 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def train(rank, model, optimizer, steps, alike=True):
-    """`alike`: every rank has the same batch, so that what comes out doesn't depend on how many there are."""
+def train(rank, model, optimizer, steps):
+    """Every rank has the same batch, so that what comes out doesn't depend on how many ranks there are."""
     dtype = next(model.parameters()).dtype
     for step in steps:
-        x, y = (part.to(dtype) for part in batch(step, 0 if alike else rank.rank, device=rank.device))
+        x, y = (part.to(dtype) for part in batch(step, 0, device=rank.device))
         loss_of(model, x, y).backward()
         optimizer.step()
         optimizer.zero_grad()

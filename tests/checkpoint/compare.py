@@ -1,6 +1,5 @@
 """How the tests of checkpoints compare models, states, and what ranks say."""
 
-import collections
 import contextlib
 import copy
 
@@ -14,9 +13,9 @@ def alike(one, other, same):
     """Whether two values have the same keys, lengths and classes, and `same` tensors; on whichever device."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(one[key], other[key], same) for key in one)
-    if isinstance(one, (list, tuple, collections.deque)):
-        is_same = type(one) is type(other) and getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
-        return is_same and len(one) == len(other) and all(alike(a, b, same) for a, b in zip(one, other))
+    if isinstance(one, (list, tuple)):
+        have_one_form = type(one) is type(other) and len(one) == len(other)
+        return have_one_form and all(alike(a, b, same) for a, b in zip(one, other))
     if isinstance(one, torch.Tensor):
         one, other = (getattr(value, "_local_tensor", value).detach().cpu() for value in (one, other))
         return one.dtype == other.dtype and one.shape == other.shape and same(one, other)
@@ -34,7 +33,9 @@ def close(one, other):
 
 
 def full(optimizer):
-    return full_state_dict(optimizer, to_all=True)
+    """Return the whole state on all ranks; of plain torch too."""
+    is_plain = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "pieces")
+    return copy.deepcopy(optimizer.state_dict()) if is_plain else full_state_dict(optimizer, to_all=True)
 
 
 def weights(model):

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import re
 import textwrap
 
 import pytest
@@ -20,64 +21,83 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint import full_state_dict
+import checkpoint
 from guard.chained import Chained
 from guard.flat_shard import FlatShard, boxes_of
-from harness.gpt import GPT, GPTConfig
+from harness.training.models import GPT, GPTConfig
 from tests.checkpoint import SHARDED, a_run, train, wrapped
 from tests.checkpoint.compare import equal, full, weights
 from tests.common import STAGES, Net, error_of, on_ranks, optimizer_of, situation
 from tests.ranks import ROOT, run_alone
+from tests.stages.test_dtensor import Block, tensor_parallel
 from variants.muon_rows import MUON, split
 
 F, B, H = torch.float32, torch.bfloat16, torch.float16
+STAGE_1, STAGE_2, STAGE_3, STAGE_4 = STAGES
+ALL = [0, 1, 2, 3]
 
-# kind -> (stage, variant or None, its ranks of four). What one has saved, each other one of the same list loads.
+# kind -> (stage or variant, its ranks of four). What one kind has saved, each other kind of the same list loads.
 IN_32_BITS = {
-    "plain torch": (None, [0, 1, 2, 3]), "stage 1": (STAGES[0], [0, 1]), "stage 2": (STAGES[1], [1, 2, 3]),
-    "stage 3": (STAGES[2], [0, 1, 2, 3]), "stage 4": (STAGES[3], [1, 3]), "stage 4, alone": (STAGES[3], [2]),
-    "hybrid": ("variants.hybrid", [0, 1, 2, 3]), "muon": ("variants.muon", [0, 2, 3]),
-    "offload": ("variants.offload", [0, 1, 2]), "moments16": ("variants.moments16", [0, 1, 2, 3]),
+    "plain torch": (None, ALL), "stage 1": (STAGE_1, [0, 1]), "stage 2": (STAGE_2, [1, 2, 3]),
+    "stage 3": (STAGE_3, ALL), "stage 4": (STAGE_4, [1, 3]), "stage 4, alone": (STAGE_4, [2]),
+    "hybrid": ("variants.hybrid", ALL), "muon": ("variants.muon", [0, 2, 3]),
+    "offload": ("variants.offload", [0, 1, 2]), "moments16": ("variants.moments16", ALL),
 }
-IN_16_BITS = {"stage 3": (STAGES[2], [0, 1]), "stage 4": (STAGES[3], [0, 1, 2]), "stage 3, alone": (STAGES[2], [3]),
-              "offload": ("variants.offload", [2, 3]), "remainder16": ("variants.remainder16", [0, 1, 2, 3])}
-FSDP2 = {"FSDP2": ("FSDP2", [0, 1, 2]), **{name: (*IN_32_BITS[name], "no scalars") for name in ("stage 1", "stage 3",
-                                                                                              "stage 4")}}
-CHAINED = {"muon, stage 3": (STAGES[2], [0, 1, 2]), "muon, stage 4": (STAGES[3], [0, 1]), "alone": (STAGES[3], [3])}
+IN_16_BITS = {"stage 3": (STAGE_3, [0, 1]), "stage 4": (STAGE_4, [0, 1, 2]), "stage 3, alone": (STAGE_3, [3]),
+              "offload": ("variants.offload", [2, 3]), "remainder16": ("variants.remainder16", ALL)}
+FSDP2 = {"FSDP2": ("FSDP2", [0, 1, 2]), "FSDP2's net": (None, ALL), "stage 1 of it": (STAGE_1, [0, 1]),
+         "stage 3 of it": (STAGE_3, ALL), "stage 4 of it": (STAGE_4, [1, 3])}
+CHAINED = {"muon, stage 3": (STAGE_3, [0, 1, 2]), "muon, stage 4": (STAGE_4, [0, 1]), "muon, alone": (STAGE_4, [3])}
+MESHES = {"2 x 2": (STAGE_4, ALL), "4 x 1": (STAGE_4, ALL), "1 x 4": (STAGE_4, ALL)}
+IN_PLAIN_TORCH_TOO = {**MESHES, "no mesh": (None, ALL)}
 
 
-def built(kind, dtype, seed, group):
+def built(rank, name, stage, dtype, seed, group):
     """Return a model, and its optimizer on the ranks of `group`."""
-    stage, ranks, *_ = kind
-    if kind in CHAINED.values():
-        torch.manual_seed(seed)
+    torch.manual_seed(seed)
+    if name in IN_PLAIN_TORCH_TOO:  # 11 isn't divided by any number of ranks
+        shape = tuple(map(int, re.findall(r"\d", name)))
+        model, group = tensor_parallel(rank, shape, width=11) if stage else (Block(width=11), None)
+        for param in model.to(dtype).parameters():  # of each seed others
+            param.data += 0.01 * seed
+        return model, wrapped(stage, model.parameters(), process_group=group, lr=0.01)
+    if name in CHAINED:
         model = GPT(GPTConfig(n_layers=1, n_heads=2, width=16, block_size=8, lr=1e-3))
         matrices, rest = split(model)
         of_matrices = optimizer_of("variants.muon")(matrices, torch.optim.Muon, process_group=group, **MUON)
         return model, Chained(of_matrices, optimizer_of(stage)(rest, torch.optim.AdamW, process_group=group))
-    model = Net(seed=seed, frozen_seed=seed).to(dtype)
-    if kind in FSDP2.values():
-        torch.manual_seed(seed)
+    if name in FSDP2:
         model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+    else:
+        model = Net(seed=seed, frozen_seed=seed).to(dtype)
     if stage == "FSDP2":
         fully_shard(model, mesh=dist.DeviceMesh.from_group(group, "cpu"))
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     if stage == "variants.hybrid":
-        mesh = init_device_mesh("cpu", (2, len(ranks) // 2))
+        mesh = init_device_mesh("cpu", (2, 2))
         return model, optimizer_of(stage)(model.parameters(), torch.optim.AdamW, mesh=mesh, bucket_cap_mb=0.0003)
     return model, wrapped(stage, model.parameters(), process_group=group, lr=0.01)
 
 
-def steps_of(model, optimizer, numbers):
+def loss_of_batch(model, number):
+    if isinstance(model, GPT):
+        text = (torch.arange(9) + number) % 23
+        return model(text[None, :-1], text[None, 1:])
+    shape = (2, 4, 6) if isinstance(model, Block) else (4, 7)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def steps_of(model, optimizer, numbers, scaler=None):
     for number in numbers:
-        if isinstance(model, GPT):
-            text = (torch.arange(9) + number) % 23
-            loss = model(text[None, :-1], text[None, 1:])
+        loss = loss_of_batch(model, number)
+        if scaler:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
         else:
-            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(number))
-            loss = model(x.to(next(model.parameters()).dtype)).float().square().mean()
-        loss.backward()
-        optimizer.step()
+            loss.backward()
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -109,23 +129,24 @@ def loaded(path, model, optimizer, group, options=None):
 
 
 def from_each_to(targets, rank, kinds, dtype, path, options=None):
-    """Save each kind, and load it into `targets(kinds, source)`: what is there is what was saved, to the bit."""
-    groups = {name: dist.new_group(ranks) for name, (_, ranks, *_) in kinds.items()}
+    """Save each kind, and load it into `targets(kinds)`: what is there is what was saved, to the bit; and it trains."""
+    groups = {name: dist.new_group(ranks) for name, (_, ranks) in kinds.items()}
     before = {}
-    for name, kind in kinds.items():
-        if rank.rank in kind[1]:
-            run = built(kind, dtype, 0, groups[name])
+    for name, (stage, ranks) in kinds.items():
+        if rank.rank in ranks:
+            run = built(rank, name, stage, dtype, 0, groups[name])
             steps_of(*run, range(2))
             saved(path / name, *run, groups[name], options)
             before[name] = content(*run)
-        dist.barrier()
         everyone = [None] * 4
         dist.all_gather_object(everyone, before.get(name))
-        before[name] = everyone[kind[1][0]]
+        before[name] = everyone[ranks[0]]
     for source, target in targets(list(kinds)):
-        if rank.rank in kinds[target][1]:
+        stage, ranks = kinds[target]
+        if rank.rank in ranks:
             with situation(f"{source} -> {target}"):
-                run = loaded(path / source, *built(kinds[target], dtype, 1, groups[target]), groups[target], options)
+                fresh = built(rank, target, stage, dtype, 1, groups[target])
+                run = loaded(path / source, *fresh, groups[target], options)
                 found = content(*run)
                 same = [name for name in found if "moments16" not in (source, target) or "exp" not in name]
                 assert found.keys() == before[source].keys() and same
@@ -144,20 +165,21 @@ def each_one(names):
     return list(itertools.product(names, names))
 
 
-CASES = [(IN_32_BITS, F), (FSDP2, F), (IN_16_BITS, B), (IN_16_BITS, H), (CHAINED, F)]
+CASES = [(IN_32_BITS, F), (FSDP2, F), (IN_16_BITS, B), (IN_16_BITS, H), (CHAINED, F), (IN_PLAIN_TORCH_TOO, F),
+         (MESHES, B)]
 
 
 @on_ranks(4, case=CASES)
 def test_torchs_own_lines_save_and_load_in_every_stage_and_variant(rank, case, tmp_path):
     kinds, dtype = case
-    from_each_to(next_one, rank, kinds, dtype, tmp_path / f"{dtype}{len(kinds)}")
+    from_each_to(next_one, rank, kinds, dtype, tmp_path / f"{dtype}{len(kinds)}{[*kinds][0]}")
 
 
 @pytest.mark.waits
 @on_ranks(4, case=CASES)
 def test_from_any_to_any(rank, case, tmp_path):
     kinds, dtype = case
-    from_each_to(each_one, rank, kinds, dtype, tmp_path / f"{dtype}{len(kinds)}")
+    from_each_to(each_one, rank, kinds, dtype, tmp_path / f"{dtype}{len(kinds)}{[*kinds][0]}")
 
 
 @on_ranks(4, dtype=[F, B])
@@ -167,6 +189,34 @@ def test_torchs_flattened_form_and_its_offload(rank, dtype, tmp_path):
     for number, options in enumerate([{"flatten_optimizer_state_dict": True}, {"cpu_offload": True}]):
         path = tmp_path / f"{dtype}{number}"
         from_each_to(each_one, rank, kinds, dtype, path, StateDictOptions(**options))
+
+
+@on_ranks(4, stage=[STAGE_3, STAGE_4])
+def test_fp16_under_gradscaler_goes_on_after_a_save(rank, stage, tmp_path):
+    """On the same ranks to the bit, on fewer up to the rounding of averages. The first steps are inf, and left out."""
+    def fresh(seed, group):
+        model = Net(seed=seed, frozen_seed=seed).to(H)
+        optimizer = wrapped(stage, model.parameters(), process_group=group, lr=0.01)
+        return model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    model, optimizer, scaler = fresh(0, None)
+    steps_of(model, optimizer, range(6), scaler)
+    assert scaler.get_scale() < 2**20 and 0 < full(optimizer)["state"][0]["step"] < 6
+    checkpoint.save(tmp_path / stage, model, optimizer, scaler.state_dict())
+    steps_of(model, optimizer, range(6, 10), scaler)
+    expected = full(optimizer)
+    for n_ranks in (4, 3, 2, 1):
+        group = dist.new_group([*range(n_ranks)])
+        if rank.rank < n_ranks:
+            its_model, its_optimizer, its_scaler = fresh(1, group)
+            its_scaler.load_state_dict(checkpoint.load(tmp_path / stage, its_model, its_optimizer))
+            steps_of(its_model, its_optimizer, range(6, 10), its_scaler)
+            assert its_scaler.get_scale() == scaler.get_scale()
+            for index, entries in full(its_optimizer)["state"].items():
+                atol = 0 if n_ranks == 4 else 3e-4  # lr is 0.01
+                assert entries["step"] == expected["state"][index]["step"]
+                assert torch.allclose(entries["main_param"], expected["state"][index]["main_param"], rtol=0, atol=atol)
+        dist.barrier()
 
 
 @on_ranks(2, stage=STAGES)
@@ -215,7 +265,7 @@ def test_what_models_have_beside_trained_matrices(rank, stage, tmp_path):
     def build(seed):
         model = Net(seed=seed)
         model.nothing = nn.Parameter(torch.empty(0, 3))
-        model.up = torch.compile(model.up)
+        model.up = torch.compile(model.up, backend="eager")
         lr = torch.tensor(0.5 + seed)
         named = [param for name, param in model.named_parameters() if name != "nothing"]
         groups = [{"params": [model.nothing, *named[:4]], "lr": lr}, {"params": named[4:], "lr": lr}, {"params": []}]
@@ -241,18 +291,18 @@ def test_a_file_of_one_rank_is_for_that_rank_and_a_whole_state_for_all(rank, sta
     file.seek(0)
     own = torch.load(file, weights_only=True)
     before = full(optimizer)
-    everyone = [None, None]
-    dist.all_gather_object(everyone, own)
-    line = error_of(lambda: optimizer.load_state_dict(everyone[0]), ValueError)
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, own)
+    line = error_of(lambda: optimizer.load_state_dict(of_ranks[0]), ValueError)
     assert "save with torch.distributed.checkpoint, which cuts states for other ranks" in line
+    old = {**own, "world_size": 2, "rank": rank.rank}
+    assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
     assert equal(full(optimizer), before)
     again = a_run(rank, stage, dtype=dtype, seed=1)
     for state_dict in (own, before):
         again[0].load_state_dict(model.state_dict())
-        again[1].load_state_dict(copy.deepcopy(state_dict))
+        again[1].load_state_dict(state_dict)
         assert equal(full(again[1])["state"], before["state"])
-    old = {**own, "world_size": 2, "rank": rank.rank}
-    assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
 
 
 @on_ranks(2, stage=STAGES)
@@ -265,24 +315,13 @@ def test_torchs_full_state_is_refused_and_a_plain_ones_is_cut(rank, stage):
     if stage in SHARDED:
         line = error_of(lambda: set_optimizer_state_dict(*others, of_optimizer, options=of_all), ValueError)
         assert "checkpoint.full_state_dict(optimizer)" in line
-    plain = full_state_dict(optimizer)
+    plain = full(optimizer)
     names = [name for name, param in model.named_parameters()]
     by_name = {"state": {names[index]: entries for index, entries in plain["state"].items()},
-               "param_groups": [{**plain["param_groups"][0], "params": names}]} if plain else {}
-    set_model_state_dict(others[0], of_model if plain else {}, options=of_all)
-    set_optimizer_state_dict(*others, by_name, options=of_all)
-    assert equal([weights(others[0]), full(others[1])["state"]], [weights(model), full(optimizer)["state"]])
-
-
-@pytest.mark.parametrize("cls", ["remainder16"])
-@on_ranks(2)
-def test_a_state_dict_that_is_kept_over_a_step_can_be_read(rank, cls):
-    model, optimizer = a_run(rank, f"variants.{cls}", dtype=B, steps=1)
-    kept = optimizer.state_dict()
-    before = copy.deepcopy(kept)
-    train(rank, model, optimizer, (1,))
-    for index, entries in kept["state"].items():
-        assert equal(entries["main_param"].local, before["state"][index]["main_param"].local)
+               "param_groups": [{**plain["param_groups"][0], "params": names}]}
+    set_model_state_dict(others[0], {} if rank.rank else of_model, options=of_all)
+    set_optimizer_state_dict(*others, {} if rank.rank else by_name, options=of_all)
+    assert equal([weights(others[0]), full(others[1])["state"]], [weights(model), plain["state"]])
 
 
 class KeepsLists(torch.optim.SGD):
@@ -324,23 +363,20 @@ def test_a_range_of_a_tensor_is_a_few_boxes():
     """At most 2n - 1 of them, in the order of the elements."""
     for shape in ((), (7,), (3, 4), (2, 3, 4), (3, 1, 2, 2)):
         values = torch.arange(torch.Size(shape).numel()).view(shape)
-        for start in range(values.numel()):
-            for stop in range(start, values.numel() + 1):
-                boxes = boxes_of(shape, start, stop)
-                parts = [values[tuple(slice(a, a + n) for a, n in zip(*box))].reshape(-1) for box in boxes]
-                assert torch.cat([torch.empty(0, dtype=int), *parts]).tolist() == list(range(start, stop))
-                assert len(boxes) <= max(1, 2 * len(shape) - 1)
+        for start, stop in itertools.combinations(range(values.numel() + 1), 2):
+            boxes = boxes_of(shape, start, stop)
+            parts = [values[tuple(slice(a, a + n) for a, n in zip(*box))].reshape(-1) for box in boxes]
+            assert torch.cat(parts).tolist() == list(range(start, stop)) and len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert boxes_of((3, 4), 2, 2) == []
 
 
 def test_a_flat_shard_is_copied_and_converted_and_nothing_else():
     shard = FlatShard((3, 4), 2, 7, torch.arange(5.0))
     for other in (shard.clone(), copy.deepcopy(shard), shard.to(torch.float64), shard.detach(), shard.cpu()):
-        assert other.shape == (3, 4) and other.place == shard.place and other.local.tolist() == [0, 1, 2, 3, 4]
+        assert other.place == shard.place and other.local.tolist() == [0, 1, 2, 3, 4]
     target = FlatShard((3, 4), 2, 7, torch.zeros(5))
     target.copy_(shard)
     assert target.local.tolist() == [0, 1, 2, 3, 4]
     for wrong in (FlatShard((3, 4), 1, 6, torch.zeros(5)), FlatShard((4, 3), 2, 7, torch.zeros(5))):
-        with pytest.raises(RuntimeError, match="full_tensor"):
-            wrong.copy_(shard)
-    with pytest.raises(RuntimeError, match="was read from a file"):
-        shard.full_tensor()
+        assert "full_tensor() has the whole" in error_of(lambda: wrong.copy_(shard))
+    assert "was read from a file" in error_of(shard.full_tensor)

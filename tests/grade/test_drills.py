@@ -8,7 +8,7 @@ from grade import exercises
 from grade.__main__ import mends, passes, what_next
 from grade.collective import HINT
 from grade.grader import Grader
-from harness.take import write_package
+from harness.publishing.stages import write_package
 from tests.grade.graded import changed
 from tests.ranks import ROOT
 

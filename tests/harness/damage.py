@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+from harness import STAGE_3, STAGE_4
 from tests.checkpoint import small, step
 from tests.checkpoint.compare import equal, full, weights
-from tests.common import STAGES
 
 SUMS = "checksums.json"
 FORGED = "bits flipped, sums right"
@@ -58,7 +58,7 @@ KINDS = {  # a function(path of a file, chance: random.Random, other: checkpoint
 def damage_copies(rank, folder, number):
     """Load `number` damaged copies on all ranks; return kind -> Counter of "refused", "equal" and what is wrong."""
     outcomes, saved = collections.defaultdict(collections.Counter), []
-    for stage, dtype in ((STAGES[3], torch.float32), (STAGES[2], torch.bfloat16)):
+    for stage, dtype in ((STAGE_4, torch.float32), (STAGE_3, torch.bfloat16)):
         trained = small(rank, stage, torch.nn.Linear(11, 21), torch.nn.Linear(21, 11), dtype=dtype)
         for name in ("before", "newest"):
             step(*trained)

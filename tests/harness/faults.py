@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import latest, load
-from harness import meeting, results
-from harness.examine import made_here
-from harness.gpt import GPT, MODELS
-from harness.results import Report
-from harness.tables import TEXT, column, made_line, names, sheet_of
+from harness.publishing import results
+from harness.publishing.results import Report, made_here
+from harness.publishing.tables import TEXT, column, made_line, names, sheet_of
+from harness.ranks import meeting
+from harness.training.models import GPT, MODELS
 from tests.checkpoint.compare import equal
 from tests.ranks import ROOT
 

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 import bench
-from harness import alone, every_row, examine, host_time, models, results, row_names
-from harness.examine import Settings
-from harness.gpt import MODELS
-from harness.pictures import PARAMETERS
-from harness.results import Made, Result, Row
-from harness.row_names import RowId
-from harness.tables import conditions_line
+from harness.measuring import every_row, examine, host_time
+from harness.measuring.examine import Settings
+from harness.planning import alone
+from harness.publishing import results, row_names
+from harness.publishing.pictures import PARAMETERS
+from harness.publishing.results import Made, Result, Row
+from harness.publishing.row_names import RowId
+from harness.publishing.tables import conditions_line
+from harness.training import models
+from harness.training.models import MODELS
 from stage4_overlap.transport import Exchange
 from tests.common import on_ranks
 from tests.ranks import git
@@ -84,19 +87,19 @@ def test_the_model_is_one_that_shows_something_on_the_device(quick, capsys):
 
 def test_a_result_says_of_which_code_it_is(result, tmp_path):
     """A file of the code that has changed since is a +, one of the results is none; without git there is no answer."""
-    assert result.conditions.commit == examine.commit()
+    assert result.conditions.commit == results.commit()
     for name in ("code.py", "table.json"):
         (tmp_path / name).write_text("1")
     git(tmp_path, "init", "--quiet")
-    assert examine.commit(tmp_path) == "unknown"  # nothing is committed yet
+    assert results.commit(tmp_path) == "unknown"  # nothing is committed yet
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     head = git(tmp_path, "rev-parse", "--short", "HEAD")
     for name, expected in (("table.json", head), ("code.py", f"{head}+")):
         (tmp_path / name).write_text("2")
-        assert examine.commit(tmp_path) == expected
-    assert examine.commit(tmp_path / "nowhere") == "unknown"
-    assert f"commit {examine.commit()}" in conditions_line(result.conditions)
+        assert results.commit(tmp_path) == expected
+    assert results.commit(tmp_path / "nowhere") == "unknown"
+    assert f"commit {results.commit()}" in conditions_line(result.conditions)
 
 
 def test_what_is_compared_with_ddp(result):

@@ -10,7 +10,11 @@ from unittest import mock
 import pytest
 
 import bench
-from harness import command_line, plan, timeline, train, two_hosts
+from harness import STAGE_1
+from harness.measuring import timeline, two_hosts
+from harness.planning import plan
+from harness.ranks import command_line
+from harness.training import train
 from tests.checkpoint import full_disk
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone
@@ -40,13 +44,14 @@ def test_a_wrong_variable_of_make_is_one_line(arguments, message):
 
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "--nproc-per-node 256 stage3_gradbuffer/train.py"),
-    (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.timeline --rows all"),
+    (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.measuring.timeline --rows all"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
-    (["bench", "WHAT=network", "RATE=9gbit"], "-m harness.two_hosts --rate 9gbit --json measured/network.json"),
+    (["bench", "WHAT=network", "RATE=9gbit"],
+     "-m harness.measuring.two_hosts --rate 9gbit --json measured/network.json"),
     *((["bench", f"WHAT={what}", f"ARGS={arguments}"], f"--json measured/{file}.json {arguments}")
       for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
                                     ("network", "--rows variants", "network_variants"))),
-    *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.{module} --help") for what, module in (
+    *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.measuring.{module} --help") for what, module in (
         ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("cuda", "gpu_step"))),
 ], ids=str)
 def test_a_right_variable_of_make_is_taken(arguments, command):
@@ -162,6 +167,6 @@ ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MAST
     ({"MASTER_PORT": "http"}, "'http'"),
 ], ids=str)
 def test_a_launcher_that_says_what_cannot_be_is_one_line(wrong, message):
-    ended = run_alone(ROOT / STAGES[0] / "train.py", "--steps", "1", **{**ENVIRONMENT, **wrong})
+    ended = run_alone(ROOT / STAGE_1 / "train.py", "--steps", "1", **{**ENVIRONMENT, **wrong})
     assert ended.code == 2 and ended.stderr.startswith("train.py: error: ") and message in ended.stderr
     assert ended.stderr.endswith(": see torchrun\n") and len(ended.stderr.splitlines()) == 1

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import gpu_step, ledger, results
-from harness.gpt import GPT, MODELS
-from harness.tables import sheet_text
-from tests.common import STAGES, one_rank_of
+from harness import STAGE_3, STAGE_4
+from harness.measuring import gpu_step, ledger
+from harness.publishing import results
+from harness.publishing.tables import sheet_text
+from harness.training.models import GPT, MODELS
+from tests.common import one_rank_of
 
 CPU = torch.device("cpu")
 
@@ -25,7 +27,7 @@ def test_rows_and_bytes_and_what_does_not_fit(monkeypatch):
     measure = functools.partial(gpu_step.measure_updates, CPU, ["nano"], n_steps=1)
     rows = measure(ranks=(1, 8))
     assert [(row.stage, row.d) for row in rows] == [
-        ("fused AdamW", 1), *((stage, d) for stage in STAGES[2:] for d in (1, 8))]
+        ("fused AdamW", 1), *((stage, d) for stage in (STAGE_3, STAGE_4) for d in (1, 8))]
     numel = sum(param.numel() for param in GPT(MODELS["nano"]).parameters())
     for row in rows:
         assert row.bytes_per_s * row.step_ms / 1000 * row.d == pytest.approx(28 * numel)

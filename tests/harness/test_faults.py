@@ -11,21 +11,21 @@ import random
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from checkpoint import latest
-from harness.workers import Workers
+from harness import STAGE_4
+from harness.ranks.workers import Workers
 from tests.common import STAGES
 from tests.harness.damage import FORGED, KINDS, damage_copies
 from tests.harness.faults import Run, end_equally, note, run_undisturbed
-from tests.ranks import ROOT, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.faults]
 
 OPTIONS = ["--model=nano", "--sequence-length=32", "--batch-size=4", "--steps=30", "--save-every=10", "--checkpoint"]
-TRAIN_4, KILLED = f"{STAGES[3]}/train.py", "tests/harness/killed.py"
+TRAIN_4, KILLED = f"{STAGE_4}/train.py", "tests/harness/killed.py"
 
 
 @pytest.fixture
@@ -120,23 +120,11 @@ def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(n_kills, undis
             if codes == [0] * 3:  # there are no more operations
                 break
             assert codes[killed] == -9 and 0 not in codes and latest(folder).name in ("step-00000010", "step-00000020")
-            assert f"resumed from {latest(folder)}\n" in train(STAGES[3], folder)
-            assert end_equally(folder, undisturbed(STAGES[3]))
+            assert f"resumed from {latest(folder)}\n" in train(STAGE_4, folder)
+            assert end_equally(folder, undisturbed(STAGE_4))
             n_killed += 1
     assert n_killed >= 3
     note("SIGKILL to a rank, at each operation of a save", n_killed, "that save or the one before")
-
-
-def test_what_a_killed_save_leaves_is_removed_when_torchrun_has_started_the_ranks_again(undisturbed, tmp_path):
-    """And not what another run has left, which may be alive. train.py itself removes nothing if it keeps all."""
-    folder = tmp_path / "run"
-    other = folder / "step-00000020.0123abcd-0-01234567.partial"
-    other.mkdir(parents=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1"]
-    command = [*torchrun, KILLED, "0", "save 4", "SIGKILL", TRAIN_4, *OPTIONS, folder, "--keep=0"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0 and f"resumed from {folder}/step-00000010\n" in ended.stdout, ended.stderr
-    assert [*folder.glob("*.partial")] == [other] and end_equally(folder, undisturbed(STAGES[3]))
 
 
 def test_signals_under_torchrun(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import meeting
-from harness.workers import WorkerError, Workers, event
+from harness.ranks import meeting
+from harness.ranks.workers import WorkerError, Workers, event
 from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
@@ -175,7 +175,8 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
     assert at_the_end == 0 and (before or not Path("/proc/self/task").exists())
 
 
-@pytest.mark.parametrize("module", ["bench", "harness.timeline", "harness.gpu_step", "harness.pages"])
+@pytest.mark.parametrize("module", [
+    "bench", "harness.measuring.timeline", "harness.measuring.gpu_step", "harness.publishing.pages"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     for name in ("torch.py", "rich.py"):
@@ -186,15 +187,16 @@ def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
 
 def test_an_import_of_the_harness_changes_no_hook_and_no_stream_and_ctrl_c_is_one_word_for_a_rank():
     """report_lost_rank is the excepthook of a rank: Ctrl-C reaches it too."""
-    process = start("-c", "import sys; before = sys.excepthook, sys.stdout.errors; import bench, harness.timeline;"
+    process = start("-c", "import sys; before = sys.excepthook, sys.stdout.errors;"
+                    "import bench, harness.measuring.timeline;"
                     "assert before == (sys.excepthook, sys.stdout.errors);"
-                    "harness.meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)")
+                    "harness.ranks.meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)")
     assert (process.communicate(timeout=300)[1], process.returncode) == ("interrupted\n", 130)
 
 
 def test_ranks_end_when_torchrun_is_killed():
     """By SIGKILL, which gives it no moment to end them: they would train on, beside the run that comes after."""
-    waits = ("import os, signal, harness.meeting; harness.meeting.connect();"
+    waits = ("import os, signal, harness.ranks.meeting; harness.ranks.meeting.connect();"
              "os.write(1, f'{os.getpid()}\\n'.encode()); signal.pause()")  # print may write the line in two
     with start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
                sys.executable, "-c", waits) as torchrun:

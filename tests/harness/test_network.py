@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import every_row, examine, results, row_names, timeline, two_hosts
-from harness.results import AccumulatedRow, Result, Row, Sweep
-from harness.row_names import RowId
-from harness.two_hosts import Hosts
-from harness.workers import Workers
+from harness.measuring import every_row, examine, timeline, two_hosts
+from harness.measuring.two_hosts import Hosts
+from harness.publishing import results, row_names
+from harness.publishing.results import AccumulatedRow, Result, Row, Sweep
+from harness.publishing.row_names import RowId
+from harness.ranks.workers import Workers
 from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
@@ -37,7 +38,7 @@ needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, netwo
 
 def start(*args, **kwargs):
     """Ahead of the ranks of other tests: each host has one core, on which every message would wait for theirs."""
-    command = ["nice", "-n", "-10", sys.executable, "-m", "harness.two_hosts", *args]
+    command = ["nice", "-n", "-10", sys.executable, "-m", "harness.measuring.two_hosts", *args]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 

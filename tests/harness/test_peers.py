@@ -11,13 +11,17 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import alone, examine, exchange, row_names, rows
-from harness.examine import Settings, adamw, make_batches, make_model
-from harness.ledger import Ledger
-from harness.memory import Memory
-from harness.owner_reduce import owner_buckets
-from harness.reference import DistributedOptimizer
-from harness.row_names import ONE_PARAMETER, RowId
+from harness.measuring import examine
+from harness.measuring.examine import Settings, adamw, make_batches, make_model
+from harness.measuring.ledger import Ledger
+from harness.measuring.memory import Memory
+from harness.planning import alone
+from harness.publishing import row_names
+from harness.publishing.row_names import ONE_PARAMETER, RowId
+from harness.ranks import exchange
+from harness.training import rows
+from harness.training.owner_reduce import owner_buckets
+from harness.training.replicated import DistributedOptimizer
 from stage4_overlap import optimizer
 from tests.common import on_ranks, one_rank_of, trainable
 from tests.pairs import Pair
@@ -85,7 +89,7 @@ def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(ran
 def test_rung_0_is_replicated_training_with_the_face_of_a_stage(rank, beneath_ddp):
     """Clipped, accumulated, by a schedule, and loaded into another one half way."""
     own = {"average_gradients": not beneath_ddp}
-    pair = Pair(rank, "harness.reference", own=own, lr=0.01)
+    pair = Pair(rank, "harness.training.replicated", own=own, lr=0.01)
     if beneath_ddp:
         pair.model = DistributedDataParallel(pair.model)
     schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in pair.optimizers]

@@ -6,15 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import alone, models, row_names, rows
-from harness import plan as command
-from harness.alone import Event
-from harness.examine import Settings, adamw
-from harness.gpt import GPT, MODELS
-from harness.memory import Memory
-from harness.replay import Hardware, calibrated, message_seconds, replay
-from harness.results import Report, from_json
-from harness.row_names import RowId
+from harness.measuring.examine import Settings, adamw
+from harness.measuring.memory import Memory
+from harness.planning import alone
+from harness.planning import plan as command
+from harness.planning.alone import Event
+from harness.planning.replay import Hardware, calibrated, message_seconds, replay
+from harness.publishing import row_names
+from harness.publishing.results import Report, from_json
+from harness.publishing.row_names import RowId
+from harness.training import models, rows
+from harness.training.models import GPT, MODELS
 from tests.common import one_rank_of
 from tests.ranks import run_module
 
@@ -46,7 +48,7 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
     with alone.fake(1):
         for spec, numel in ((models.NAMED["7b"], 6_738_415_616), (models.NAMED["13b"], 13_015_864_320),
                             (models.NAMED["7b"]._replace(tensor_parallel=2), 6_738_415_616 / 2)):
-            counted = sum(param.numel() for param in models.build_model(spec, "bfloat16").parameters())
+            counted = sum(param.numel() for param in models.model_of(spec, "bfloat16").parameters())
             assert counted == pytest.approx(numel, rel=1e-4 if spec.tensor_parallel == 2 else 0)
 
 
@@ -144,7 +146,7 @@ def test_a_rate_that_nobody_can_calibrate_is_an_error():
 
 @pytest.mark.waits
 def test_the_program_prints_its_tables(tmp_path):
-    run = run_module("harness.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
+    run = run_module("harness.planning.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
                      "--json", tmp_path / "plan.json")
     assert run.code == 0, run.stderr
     for title in ("GB on a rank of 16", "Model state, bytes a parameter", "A step of nano on 16 x h100",

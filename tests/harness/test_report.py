@@ -10,11 +10,13 @@ import sys
 
 import pytest
 
-from harness import every_row, figures, links, pages, plan, replay, results, row_names, tables, take
-from harness import rows as catalogue
-from harness.results import AccumulatedRow, Accumulation, RecordedStep, Row
-from harness.row_names import ONE_PARAMETER, RowId
-from harness.tables import NONE, cells_of, sheet_text
+from harness.measuring import every_row, links
+from harness.planning import plan, replay
+from harness.publishing import figures, pages, results, row_names, stages, tables
+from harness.publishing.results import AccumulatedRow, Accumulation, RecordedStep, Row
+from harness.publishing.row_names import ONE_PARAMETER, RowId
+from harness.publishing.tables import NONE, cells_of, sheet_text
+from harness.training import rows as catalogue
 from tests.ranks import git, run_module
 
 HERE, read = results.ROOT, results.load
@@ -92,7 +94,7 @@ def test_how_long_an_evening_is():
         return re.sub(r"<!-- report: .*?<!-- end -->", "", (HERE / page).read_text(), flags=re.DOTALL).split()
     typed = re.findall(r"\[(?:chapter )?\d\]\([^)]*\)(?: takes)? (\d+)", " ".join(words("README.md")))
     folders = [rung.folder for rung in pages.LADDER if rung.folder]
-    found = [len(words(f"{folder}/README.md")) / 200 + take.core_lines(HERE / folder) / 5 for folder in folders]
+    found = [len(words(f"{folder}/README.md")) / 200 + stages.core_lines(HERE / folder) / 5 for folder in folders]
     assert [int(minutes) for minutes in typed] == pytest.approx(found, abs=5) and len(typed) == 4
     assert sum(found) + len(words("README.md")) / 200 <= 180, "an evening has three hours"
 
@@ -236,7 +238,7 @@ def test_the_rows_of_a_tuned_size_stand_behind_the_default():
 
 @pytest.fixture
 def shown(tmp_path, monkeypatch):
-    """-> a folder with copies of the results and of the pages that show them, for `harness.pages`."""
+    """-> a folder with copies of the results and of the pages that show them, for `harness.publishing.pages`."""
     for path in HERE.iterdir():
         if path.name in ("docs", "results", "README.md"):
             (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
@@ -324,11 +326,11 @@ def test_figures_go_on_where_they_stopped(shown, monkeypatch, capsys):
     path.write_text(results.to_json(network))
     ran = []
     monkeypatch.setattr(figures, "run", ran.append)
-    monkeypatch.setattr(figures, "commit", lambda: "now")
+    monkeypatch.setattr(results, "commit", lambda: "now")
     figures.main()
     assert len(ran) == len(figures.STEPS) - 1 + len(figures.REPORT) and path.exists()
     assert "there  two hosts, 1 Gbit/s" in capsys.readouterr().out
-    monkeypatch.setattr(figures, "commit", lambda: "now+")
+    monkeypatch.setattr(results, "commit", lambda: "now+")
     with pytest.raises(SystemExit):
         figures.main()
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from checkpoint import load, save
-from harness import train
-from harness.gpt import GPT, MODELS
+from harness import STAGE_1, STAGE_4
+from harness.training import train
+from harness.training.models import GPT, MODELS
 from tests.checkpoint import flip_a_bit
-from tests.common import STAGES, on_ranks
+from tests.common import on_ranks
 from tests.harness.faults import end_equally
 from tests.ranks import ROOT, run_alone, run_ranks
 
 pytestmark = pytest.mark.waits
 
 OPTIONS = ["--model", "nano", "--sequence-length", "32", "--batch-size", "4"]
-TRAIN = f"{STAGES[3]}/train.py"
+TRAIN = f"{STAGE_4}/train.py"
 
 
 def names_in(folder):
@@ -51,7 +52,7 @@ def on_two_ranks(folder, *args):
 def alone(folder, *args, steps=1):
     """Train on one rank, started as `python train.py`; return its Ended."""
     command = "--model", "nano", "--batch-size", "2", "--steps", steps, "--checkpoint", folder
-    return run_alone(ROOT / STAGES[0] / "train.py", *command, *args)
+    return run_alone(ROOT / STAGE_1 / "train.py", *command, *args)
 
 
 def error_of(ended):

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import links, pictures, row_names, rows, timeline
-from harness import results as saved
-from harness.examine import Settings, adamw, make_batches, make_model
-from harness.exchange import in_place_of_gloos
-from harness.ledger import Collective
-from harness.memory import Memory
-from harness.results import Message, RecordedStep, Result, Row, length, overlap, union
+from harness.measuring import links, timeline
+from harness.measuring.examine import Settings, adamw, make_batches, make_model
+from harness.measuring.ledger import Collective
+from harness.measuring.memory import Memory
+from harness.publishing import pictures, row_names
+from harness.publishing import results as saved
+from harness.publishing.results import Message, RecordedStep, Result, Row, length, overlap, union
+from harness.ranks.exchange import in_place_of_gloos
+from harness.training import rows
 from tests.common import on_ranks
 
 

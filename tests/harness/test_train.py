@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 
-from harness import corpus
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
+from harness.training import corpus
 from tests.common import STAGES
 from tests.ranks import ROOT, run_alone, run_ranks
 
 pytestmark = pytest.mark.waits
 
-TRAIN_4 = f"{STAGES[3]}/train.py"
+TRAIN_4 = f"{STAGE_4}/train.py"
 OPTIONS = ["--model", "nano", "--sequence-length", "32", "--steps", "18", "--accumulate", "2", "--clip", "0.5"]
 
 
@@ -25,7 +26,7 @@ def losses(ended):
 @pytest.fixture(scope="module")
 def of_ddp():
     """Its losses: of validation, of steps 1, 10 and 18, and of validation."""
-    found = losses(run_ranks(2, "harness/train_ddp.py", *OPTIONS, "--batch-size", "4"))
+    found = losses(run_ranks(2, "harness/training/train_ddp.py", *OPTIONS, "--batch-size", "4"))
     assert [step for step, _ in found] == [0, 1, 10, 18, 0] and found[-1] < found[0]
     return [(step, pytest.approx(loss, abs=1.5e-4)) for step, loss in found]  # four decimals are printed
 
@@ -52,8 +53,8 @@ def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_pa
 
 @pytest.mark.parametrize("script, args, message", [
     (TRAIN_4, ["--tp", "3"], "2 ranks aren't divided by that"),
-    (f"{STAGES[2]}/train.py", ["--tp", "2"], "it is for stage4_overlap/train.py"),
-    (f"{STAGES[1]}/train.py", ["--data", "/nowhere"], "there is no such file"),
+    (f"{STAGE_3}/train.py", ["--tp", "2"], "it is for stage4_overlap/train.py"),
+    (f"{STAGE_2}/train.py", ["--data", "/nowhere"], "there is no such file"),
 ])
 def test_what_ranks_cannot_do_one_of_them_says_in_a_line(script, args, message):
     first, second = run_ranks(2, script, *OPTIONS, *args)
@@ -67,7 +68,7 @@ def test_bad_input_is_one_line(tmp_path):
     for args, message in ((["--timeout"], "--timeout: expected one argument"),
                           (["--data", "empty.txt"], "empty.txt"),
                           (["--checkpoint", "empty.txt/a"], "Not a directory: 'empty.txt/a'")):
-        run = run_alone(ROOT / STAGES[0] / "train.py", "--model", "nano", *args, cwd=tmp_path)
+        run = run_alone(ROOT / STAGE_1 / "train.py", "--model", "nano", *args, cwd=tmp_path)
         assert run.code == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
         assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
 

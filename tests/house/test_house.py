@@ -7,14 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-import conftest
 from guard.guarded import Guarded
-from harness.diff import parts_of
-from harness.take import CORE, code_lines
+from harness import FOUR, ONE
+from harness.publishing.stages import CORE, code_lines, parts_of, show_difference
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
@@ -63,14 +61,12 @@ def test_cores_have_the_same_methods_in_the_same_order_and_share_the_rest_to_the
         assert changed - {"imports and constants", "class ShardedOptimizer"} == idea
 
 
-def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else():
+def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else(capsys):
     """All lines of the newer core that are not said to be unchanged, and no line of its other methods."""
-    def shown(before, after):
-        command = ["make", "diff", f"A={before}", f"B={after}"]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", shown(3, 4), re.MULTILINE) == list(CORE)
-    text = shown(1, 2)
+    show_difference(3, 4)
+    assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", capsys.readouterr().out, re.MULTILINE) == list(CORE)
+    show_difference(1, 2)
+    text = capsys.readouterr().out
     assert re.findall(r"^(?:changed|new|gone): (.*)$", text, re.MULTILINE) == ["imports and constants", "sync_params"]
     (unchanged,) = re.findall(r"^unchanged: (.*)$", text, re.MULTILINE)
     assert {"__init__", "shard", "sync_grads", "step_own", "step", "average"} <= set(unchanged.split(", "))
@@ -81,8 +77,8 @@ def test_train_differs_in_the_import_and_the_prefetch_only():
     first, *others = ((ROOT / stage / "train.py").read_text().splitlines() for stage in STAGES)
     for stage, other in zip(STAGES[1:], others):
         changed = [line.split("#")[0].rstrip() for line in difflib.ndiff(first, other) if line[0] in "+-"]
-        prefetch = ["+     optimizer.prefetch_params(model)"] if stage == STAGES[3] else []
-        assert changed == [f"- from {STAGES[0]} import DistributedOptimizer",
+        prefetch = ["+     optimizer.prefetch_params(model)"] if stage == FOUR else []
+        assert changed == [f"- from {ONE} import DistributedOptimizer",
                            f"+ from {stage} import DistributedOptimizer", *prefetch]
 
 
@@ -144,19 +140,6 @@ def test_super_is_the_core_in_every_class_of_a_guard(stage):
 
 
 # ------------------------------------------------------------------------------------------ what contributors rely on
-
-
-@pytest.mark.parametrize("source, kept", [("TESTPATHS", ["contract"]), ("ARGS", ["contract", "mine"])])
-def test_with_a_stage_the_contract_is_run_or_what_is_named(source, kept):
-    """Of files that are named, what is about that stage."""
-    items = [SimpleNamespace(name=name, path=ROOT / f"tests/stages/test_{file}.py",
-                             callspec=SimpleNamespace(params={"stage": stage}))
-             for name, file, stage in (("contract", "contract", "mine"), ("mine", "cores", "mine"),
-                                       ("of stage 4", "cores", STAGES[3]))]
-    config = SimpleNamespace(args_source=pytest.Config.ArgsSource[source], getoption={"--stage": ["mine"]}.get,
-                             hook=SimpleNamespace(pytest_deselected=lambda items: None))
-    conftest.pytest_collection_modifyitems(config, items)
-    assert [item.name for item in items] == kept
 
 
 def test_ci_runs_targets_of_the_makefile():

@@ -2,13 +2,11 @@
 
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from harness.take import VERSION, take
+from harness.publishing.stages import VERSION, take
 from tests.common import STAGES, one_rank_of, optimizer_of
 from tests.ranks import ROOT, run_alone, run_module
 from tests.stages.test_cores import core_of
@@ -87,12 +85,10 @@ def test_the_contract_and_no_other_test_is_run_on_a_package_that_was_taken(tmp_p
     assert f"{len(passed)} passed" in run.stdout
 
 
-@pytest.mark.parametrize("asked, line", [
-    (["STAGE=7", "TO=mine"], f"take: STAGE=7: there are stages 1 to {len(STAGES)}"),
-    (["STAGE=4", "TO=no-name"], "take: TO=no-name: its last part must be a name that Python can import"),
-    (["STAGE=4", "TO=."], "take: TO=.: its last part must be a name that Python can import"),
-    (["STAGE=4", "TO=guard"], "take: TO=guard is there already: remove it first, or take another name"),
-])
-def test_what_cant_be_taken_is_refused_in_a_line(asked, line):
-    run = subprocess.run(["make", "take", *asked, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and line in run.stderr.splitlines()
+@pytest.mark.parametrize("stage, to, line", [
+    ("7", "mine", f"STAGE=7: there are stages 1 to {len(STAGES)}"),
+    ("4", "no-name", "TO=no-name: its last part must be a name that Python can import"),
+    ("4", "guard", "TO=guard is there already: remove it first, or take another name")])
+def test_what_cant_be_taken_is_refused_in_a_line(stage, to, line):
+    run = run_module("harness.publishing.stages", "take", stage, to)
+    assert (run.code, run.stderr) == (2, f"take: {line}\n")

@@ -22,7 +22,6 @@ def saves_and_loads(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     print(saving, extra["step"])
     checkpoint.load(newest, model, optimizer)  # type: ignore[arg-type]
     checkpoint.save("runs/step-1", optimizer, model)  # type: ignore[arg-type]
-    checkpoint.latest(3)  # type: ignore[arg-type]
 
 
 def takes_the_state_along(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
@@ -31,8 +30,6 @@ def takes_the_state_along(optimizer: torch.optim.Optimizer, group: dist.ProcessG
     checkpoint.load_full_state_dict(optimizer, None)
     checkpoint.reshard(optimizer, group)
     checkpoint.reshard(optimizer, None)
-    checkpoint.full_state_dict(optimizer, to_all="all")  # type: ignore[arg-type]
-    checkpoint.load_full_state_dict(optimizer, [state])  # type: ignore[arg-type]
     checkpoint.reshard(optimizer, [0, 1])  # type: ignore[arg-type]
 
 

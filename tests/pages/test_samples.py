@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness import THREE
 from tests.common import STAGES
 from tests.pages import PAGES, Page
 from tests.ranks import ROOT, run_ranks
@@ -32,18 +33,22 @@ def file_name(code):
     return named and named[1]
 
 
-ALL = [*samples("guide"), *samples("checkpoints"), *samples("experts")]
+ALL = [sample for page in ("guide", "checkpoints", "experts", "same_bits") for sample in samples(page)]
 FILES = {file_name(code): code for _, _, code in ALL if file_name(code)}
 PROGRAMS = [sample for sample in ALL if not file_name(sample[-1])]
 
 
+def fill(folder):
+    """Make `folder` a reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
+    for name in [*STAGES, "guard", "checkpoint", "variants"]:
+        (folder / name).symlink_to(ROOT / name)
+    for name, code in FILES.items():
+        (folder / name).write_text(code)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A reader's: stages, guard/, checkpoint/ and variants/ are beside the program; the rest isn't."""
-    for name in [*STAGES, "guard", "checkpoint", "variants"]:
-        (tmp_path / name).symlink_to(ROOT / name)
-    for name, code in FILES.items():
-        (tmp_path / name).write_text(code)
+    fill(tmp_path)
     return tmp_path
 
 
@@ -56,10 +61,10 @@ def run_in(folder, code, *args):
 @pytest.mark.waits
 @pytest.mark.parametrize("page, heading, code", PROGRAMS, ids=[f"{page}-{heading}" for page, heading, _ in PROGRAMS])
 def test_a_sample_runs(folder, page, heading, code):
-    for ended in run_in(folder, code):
-        assert ended.code == 0, ended.stderr
-    pages = [page for page, *_ in PROGRAMS]
-    assert pages.count("guide") >= 3 and pages.count("checkpoints") >= 2 and list(FILES) == ["common.py", "moe.py"]
+    """Every rank ends without an error; that of the same bits prints the same on every rank."""
+    ranks = run_in(folder, code)
+    assert [ended.stderr for ended in ranks if ended.code] == []
+    assert page != "same_bits" or len({ended.stdout for ended in ranks}) == 1
 
 
 @pytest.mark.waits
@@ -68,20 +73,6 @@ def test_a_rank_that_is_lost_ends_the_other_with_one_line(folder):
     other, lost = run_in(folder, code, "--fail")
     assert (other.code, lost.code) == (1, 3)
     assert re.fullmatch(r"rank 0: .+\n", other.stderr), other.stderr
-
-
-@pytest.mark.waits
-def test_the_sample_of_the_same_bits_prints_the_same_on_1_2_and_4_ranks(folder):
-    ((_, _, code),) = samples("same_bits")
-    runs = [run_in(folder, code.replace("-node 4", f"-node {n_ranks}")) for n_ranks in (1, 2, 4)]
-    assert [ended.stderr for ended in sum(runs, []) if ended.code] == []
-    assert len({ended.stdout for ended in sum(runs, [])}) == 1 and "0x1." in runs[0][0].stdout
-
-
-def test_three_numbers_add_up_to_what_the_page_of_the_same_bits_says():
-    numbers = [torch.tensor(float(number)) for number in re.findall(r"\d\.\d{5,}", Page("docs/same_bits.md").text)]
-    a, b, c, first, _, _, _, second = numbers
-    assert (torch.equal(a + b - c, first), torch.equal(a + (b - c), second)) == (True, True) and first != second
 
 
 # --------------- README.md's two loops, chapter 3's rung between: DDP's result to the bit; the class of variants/
@@ -137,7 +128,7 @@ def stage_4(rank):
 
 
 def rung_between(rank):
-    names, model = names_of(f"{STAGES[2]}/README.md", "# not in the core"), Loss()
+    names, model = names_of(f"{THREE}/README.md", "# not in the core"), Loss()
     for batch in batches_of(rank.rank):
         model(batch).backward()
         names["step"](list(model.parameters()), 0.1, rank.rank, rank.world_size)
@@ -156,7 +147,8 @@ def test_the_class_that_puts_a_guard_in_front_of_a_variant_is_one():
 
 
 def test_no_other_page_has_python_that_nobody_runs():
-    """Chapters show code of a core, see test_chapters; what is in exercise.md tests/grade fills in."""
-    others = {"README.md", "docs/exercise.md", "docs/guide.md", "docs/checkpoints.md", "docs/experts.md",
-              "docs/same_bits.md", "variants/README.md"}
+    """Chapters show code of a core, see test_chapters; tests/grade fills in what is in exercise.md; questions.md and
+    migrate.md have tests of their own."""
+    others = {"README.md", "docs/exercise.md", "docs/migrate.md", "docs/questions.md", "variants/README.md",
+              *(f"docs/{page}.md" for page, *_ in ALL)}
     assert {page.name for page in PAGES if page.code()} == others | {f"{stage}/README.md" for stage in STAGES}

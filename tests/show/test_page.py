@@ -13,8 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness import alone, models, row_names
-from harness.row_names import RowId
+from harness.planning import alone
+from harness.publishing import row_names
+from harness.publishing.row_names import RowId
+from harness.training import models
 from show import beats, hero, page, scenes
 from show.frames import Memory
 from show.picture import THEMES

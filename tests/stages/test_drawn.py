@@ -5,22 +5,28 @@ equal to the bit, until a norm of order 2 scales a gradient. A failure says the 
 the calls so far.
 """
 
-import contextlib
 import copy
+import functools
 import inspect
 import random
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.common import OPTIMIZERS, STAGES, on_its_device, optimizer_of
+from tests.common import OPTIMIZERS, STAGES, no_sync_if, on_its_device, optimizer_of
 from tests.pairs import deliver_when_asked
 
 SHAPES = [(), (1,), (3,), (16,), (33,), (5, 7), (2, 3, 4)]
 CALLS = ["step", "step", "accumulate", "no_sync", "clip", "zero_grad", "closure", "save", "lr", "add", "read"]
 WITH_UNUSED = ["part", "nothing"]  # some ranks don't use some parameters; step() without a backward pass
+
+
+def weighted_sum(param, weights, factor):
+    return (param * weights).sum().double() * factor
 
 
 class Drawn:
@@ -60,6 +66,7 @@ class Drawn:
             if self.options.get("find_unused_parameters", True):
                 self.calls += WITH_UNUSED
         self.prefetches = has_buckets and self.draw.random() < 0.5
+        self.checkpoints = self.draw.random() < 0.3
         # Lists of groups: those of the constructor, then those that each call of add_param_group() adds.
         self.groups = [[self.drawn_group() for _ in range(self.draw.randint(1, 3))]]
         self.reference = self.optimizer_cls(self.with_params(self.values, self.groups[0]), **self.kwargs)
@@ -115,14 +122,18 @@ class Drawn:
             for place, (param, value) in enumerate(zip(self.model, self.values)):
                 mean = self.tensor(param.shape, lambda: self.draw.randint(-4, 4))
                 if place in used:
-                    value.grad = mean.to(value) if value.grad is None else value.grad + mean
-                    losses.append((param * (d * mean).to(param)).sum().double())
+                    times = self.draw.randint(1, 2) if self.checkpoints else 1
+                    value.grad = (times * mean).to(value) if value.grad is None else value.grad + times * mean
+                    losses += times * [functools.partial(weighted_sum, param, (d * mean).to(param))]
             if rank == self.rank.rank:
                 own_used, own_losses = used, losses
         for place in trained if freezes else []:
             self.model[place].requires_grad_(place in own_used)
-        if own_losses:
-            sum(own_losses).backward()
+        if own_losses and self.checkpoints:  # each loss has a backward pass of its own, inside of this one
+            factor = torch.ones((), requires_grad=True)  # such a checkpoint needs an input with a gradient
+            sum(checkpoint(loss, factor, use_reentrant=True) for loss in own_losses).backward()
+        elif own_losses:
+            sum(loss(1) for loss in own_losses).backward()
 
     def zero_grad(self):
         self.optimizer.zero_grad()
@@ -145,9 +156,10 @@ class Drawn:
             self.backward()
             self.zero_grad()
         elif name in ("accumulate", "no_sync"):
-            with self.optimizer.no_sync() if name == "no_sync" else contextlib.nullcontext():
+            with no_sync_if(self.optimizer, name == "no_sync"):
                 self.backward()
             self.backward()
+            dist.all_reduce(torch.ones(()))  # a message of the user's
             self.step()
         elif name == "frozen on some ranks":
             trained = self.trained()

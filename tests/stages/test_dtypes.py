@@ -1,102 +1,21 @@
-"""16-bit parameters in stage 3: three dtype rows, each compared with replicated fp32 main parameters that are rounded
-in the same places. GradScaler in all stages. And what the state weighs at any number of ranks."""
+"""GradScaler in all stages, and 16-bit parameters in stage 3: what is refused, and what the state weighs.
 
-import functools
+That 16-bit parameters train as fp32 main parameters do is in test_drawn.py and test_overlap.py.
+"""
+
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from harness import FOUR, STAGES, THREE
-from harness.alone import STATES, record
-from harness.models import NAMED
+from harness.planning.alone import STATES, record
+from harness.training.models import NAMED
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
-from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of
-from tests.stages.test_contract import SCHEDULERS, two_groups
+from tests.pairs import ADAMW, sgd_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-ROWS = [(BF16, None), (BF16, FP32), (FP16, None), (FP16, FP32), (FP32, None)]  # dtype, grad_dtype
 UNUSED = {"find_unused_parameters": True}
-
-
-class Mixed(torch.nn.Module):
-    """16-bit matrices around an fp32 norm, tied, frozen and scalar parameters; `how`: activation checkpointing."""
-
-    def __init__(self, seed, dtype, how=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.frozen = torch.nn.Linear(7, 7, dtype=dtype).requires_grad_(False)
-        torch.manual_seed(seed)
-        self.how = how
-        self.first = torch.nn.Linear(7, 7, dtype=dtype)
-        self.norm = torch.nn.LayerNorm(7)
-        self.second = torch.nn.Linear(7, 7, dtype=dtype)
-        self.second.weight = self.first.weight
-        self.scale = torch.nn.Parameter(torch.ones((), dtype=dtype))
-
-    def block(self, x):
-        x = torch.tanh(self.first(x)) * self.scale
-        return self.norm(x.float()).to(x.dtype)
-
-    def forward(self, x):
-        x = self.frozen(x.to(self.scale.dtype)).requires_grad_()
-        x = self.block(x) if self.how is None else checkpoint(self.block, x, use_reentrant=self.how == "reentrant")
-        return self.second(x).float()
-
-
-def mixed(rank, row, how=None, **kwargs):
-    dtype, grad_dtype = row
-    return Pair(rank, THREE, net=functools.partial(Mixed, dtype=dtype, how=how), own={"grad_dtype": grad_dtype},
-                rounds={"grad_dtype": grad_dtype}, **ADAMW, **kwargs)
-
-
-def assert_close(model, reference, exact):
-    """To the bit on one or two ranks. On more, the order of a sum is gloo's, and with reentrant checkpointing a tied
-    weight's two gradients are added one by one: a 16-bit gradient may be rounded another way. Where it is close to zero
-    AdamW makes of that a step of up to lr in another direction."""
-    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        difference = (param - expected).abs().float()
-        if exact:
-            assert torch.equal(param, expected), (name, difference.max())
-        else:
-            assert difference.max() <= 2 * ADAMW["lr"] and difference.mean() <= ADAMW["lr"], (name, difference)
-
-
-@on_ranks(row=ROWS, how=[None, "reentrant", "non-reentrant"])
-@on_its_device
-def test_equals_replicated_main_parameters_that_round_alike(rank, row, how):
-    pair = mixed(rank, row, how, groups=two_groups)
-    (model, same), optimizer = pair.models, pair.optimizer
-    same.how = None  # torch.autograd.grad can't go through reentrant checkpointing
-    schedules = [SCHEDULERS["LinearLR"](one) for one in pair.optimizers]
-    for step in range(4):
-        micro_batches = [2 * step, 2 * step + 1] if step % 2 else [2 * step]
-
-        def closure():
-            with optimizer.no_sync():
-                return backward(model, rank, *micro_batches)  # noqa: B023
-
-        optimizer.step(closure)
-        pair.replicated.step(*micro_batches)
-        for schedule in schedules:
-            schedule.step()
-        assert_close(model, same, exact=rank.world_size <= 2 and how != "reentrant")
-    kinds = {buffer.flat.dtype for buffer in optimizer.buffers}
-    assert kinds == {row[1] or row[0], FP32}  # one buffer for each pair of dtypes
-
-
-@on_ranks(row=ROWS, norm_type=[1.0, 2.0, torch.inf])
-@on_its_device
-def test_clipping_has_the_norm_of_the_whole_model(rank, row, norm_type):
-    """Padding counts for nothing, though parameters travel where gradients were. The last step clips."""
-    pair = mixed(rank, row)
-    for step, max_norm in enumerate((1e6, 1e6, 0.01)):
-        pair.backward(step)
-        pair.clip(max_norm, norm_type, rtol=1e-5 if rank.world_size <= 2 else 2**-7)
-        pair.step()
-        assert not any(buffer.flat.any() for buffer in pair.optimizer.buffers)  # zeros again, padding too
-    assert_close(*pair.models, exact=False)
 
 
 # ------------------------------------------------------------------------------------------------------- GradScaler
@@ -176,22 +95,6 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, what):
     assert "clip_grad_norm_(max_norm * scaler.get_scale())" in error_of(lambda: scaler.step(optimizer))
 
 
-@on_ranks(2, stage=STAGES)
-@on_its_device
-def test_unscale_on_a_rank_that_has_no_gradient(rank, stage):
-    """On rank 1 there is nothing to unscale."""
-    param, scaler = parameter_of(0, rank, n=4), scaler_of(rank)
-    optimizer = sgd_of(stage, [param], **(UNUSED if stage == FOUR else {}))
-    if rank.rank == 0:
-        backward_inside(optimizer, scaler.scale(param.sum()))
-    else:
-        scaler.scale(param.sum())
-    scaler.unscale_(optimizer)
-    optimizer.clip_grad_norm_(100.0)
-    scaler.step(optimizer)
-    assert param.tolist() == [-0.5] * 4
-
-
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
@@ -209,40 +112,23 @@ def test_bytes_a_parameter_are_those_of_the_formula(name, choice, formula):
 # ------------------------------------------------------------------------------------------- the buffer and its users
 
 
-@on_ranks(2, dtypes_and_grad_dtype=[([FP32], BF16), ([BF16], FP64), ([FP16], BF16), ([FP16, FP64], FP32)])
+@on_ranks(2, dtypes_and_grad_dtype=[([FP32], BF16), ([BF16], FP64), ([FP16, FP64], FP32)])
 @on_its_device
 def test_a_grad_dtype_that_the_buffer_cannot_take_is_refused(rank, dtypes_and_grad_dtype):
+    """Refuse it before anything changes, in the constructor and for a group that is added."""
     dtypes, grad_dtype = dtypes_and_grad_dtype
     params = [torch.nn.Parameter(torch.full((5,), rank.rank + 1.0, dtype=dtype)) for dtype in dtypes]
-    told = f"of group 0 is {dtypes[-1]}: its gradients can't be kept in {grad_dtype}"
-    with pytest.raises(ValueError, match=f"parameter {len(dtypes) - 1} {told}"):
+    words = f"of group 0 is {dtypes[-1]}: its gradients can't be kept in {grad_dtype}"
+    with pytest.raises(ValueError, match=f"parameter {len(dtypes) - 1} {words}"):
         DistributedOptimizer(params, grad_dtype=grad_dtype)
-    assert all(param.eq(rank.rank + 1).all() for param in params)  # rank 0 has broadcast nothing yet
+    assert all(param.eq(rank.rank + 1).all() for param in params)
     optimizer = DistributedOptimizer([torch.nn.Parameter(torch.ones(5, dtype=grad_dtype))], grad_dtype=grad_dtype)
     with pytest.raises(ValueError, match="of group 1 is .* can't be kept in"):
         optimizer.add_param_group({"params": params})
 
 
-@on_ranks(2, row=[(FP32, None), (BF16, FP32)])
-@on_its_device
-def test_zero_grad_forgets_what_came_past_every_hook(rank, row):
-    """A gradient that is written into the view, and one of a layer that was frozen at first."""
-    params = [torch.nn.Parameter(torch.zeros(5, dtype=row[0])) for _ in range(2)]
-    params[1].requires_grad_(False)
-    optimizer = sgd_of(THREE, params, grad_dtype=row[1])
-    (params[0].main_grad if row[1] else params[0].grad).fill_(7)
-    optimizer.zero_grad()
-    params[1].requires_grad_(True)
-    for given_up in (True, False):
-        optimizer.zero_grad()
-        sum(param.sum() for param in (params[1:] if given_up else params)).backward()
-    optimizer.step()
-    assert [param.tolist() for param in params] == [[-1.0] * 5] * 2
-
-
 CHANGES = {  # of gradients of 5, after their synchronization: dtype, the change, what is stepped
     "unscale": (FP32, lambda scaler, optimizer, weight: scaler.unscale_(optimizer), -5.0),
-    "clip": (FP32, lambda scaler, optimizer, weight: torch.nn.utils.clip_grad_value_([weight], 0.5), -0.125),
     "clip 16 bits": (BF16, lambda scaler, optimizer, weight: torch.nn.utils.clip_grad_value_([weight], 0.5), None),
 }
 

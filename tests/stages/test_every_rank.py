@@ -4,7 +4,6 @@ The situations come from programs that hung, or went on with two trainings mixed
 """
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -30,11 +29,9 @@ def hook_that_raises(_, state_dict):
 BAD_STATES = {
     "None": lambda state: None,
     "without groups": lambda state: {"state": state["state"]},
-    "other groups": lambda state: {**state, "param_groups": state["param_groups"] * 2},
     "a group without parameters": lambda state: {**state, "param_groups": [{**state["param_groups"][0], "params": []}]},
     "a group that is none": lambda state: {**state, "param_groups": [7]},
     "a plain optimizer's": lambda state: torch.optim.SGD([torch.ones(3)], lr=0.1).state_dict(),
-    "of an older version": lambda state: {**state, "world_size": 2},
     "a hook raises": lambda state: state,
 }
 
@@ -80,41 +77,6 @@ def test_state_dicts_of_different_steps_are_refused_on_every_rank(rank, stage, g
     assert optimizer.state_dict()["n_steps"] == 2
 
 
-@on_ranks(3, dtype=[torch.float32, torch.bfloat16])
-def test_a_state_of_the_parameters_own_shape_is_adopted(rank, stage, dtype):
-    """On three ranks, of which some have no piece of a parameter, or have all of it. It is seen in a state_dict too."""
-    p, q = (torch.nn.Parameter(torch.full((n,), 2.0, device=rank.device, dtype=dtype)) for n in (20, 16))
-    twin = torch.nn.Parameter(p.detach().float())
-    optimizer, plain = optimizer_of(stage)([p, q], lr=0.1), torch.optim.AdamW([twin], lr=0.1)
-    for step in range(3):
-        for one, param in ((optimizer, p), (plain, twin)):
-            (param.square().sum() + q.sum()).backward()
-            one.step()
-            one.zero_grad()
-            one.state[param]["exp_avg"] = torch.arange(20.0, device=rank.device).to(param.dtype)
-            if step:
-                one.state = {key: {**state, "exp_avg_sq": torch.ones_like(key)} if key is param else state
-                             for key, state in one.state.items()}
-        optimizer.state_dict()
-        for start, stop, main in [piece[1:] for piece in optimizer.pieces() if piece[0] is p]:
-            moment = optimizer.optimizer.state[main]["exp_avg"]
-            assert moment.tolist() == list(range(start, stop)) and moment.dtype == main.dtype
-    torch.testing.assert_close(p.detach().float(), twin.detach(), rtol=0, atol=1e-6 if dtype.itemsize == 4 else 0.03)
-
-
-@on_ranks(2)
-def test_a_state_is_removed_by_the_same_code_on_every_rank(rank, stage):
-    p, q = parameter_of(1, rank, n=16), parameter_of(1, rank, n=16)
-    optimizer = optimizer_of(stage)([p, q], lr=0.1)
-    (p.sum() + q.sum()).backward()
-    optimizer.step()
-    del optimizer.state[p]
-    optimizer.state.pop(q)
-    assert optimizer.state.pop(p, "nothing") in ("nothing", {}) and not optimizer.optimizer.state
-    with pytest.raises(KeyError):
-        optimizer.state.pop("no parameter")
-
-
 @pytest.mark.parametrize("stage", [FOUR])
 @on_ranks(2, name=["max_norm", "norm_type", "factor"])
 def test_arguments_that_differ_are_refused_on_every_rank(rank, stage, name):
@@ -134,12 +96,15 @@ def test_arguments_that_differ_are_refused_on_every_rank(rank, stage, name):
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
 def test_a_rank_of_a_chain_may_lack_an_optimizer(rank, stage):
-    """Experts on ranks 0 and 1: the norm is that of all parameters on all ranks."""
-    group, made = dist.new_group([0, 1]), functools.partial(sgd_of, stage)
+    """Clip with experts on ranks 0 and 1: the norm is that of gradients of 3 and 4 on all ranks."""
+    group = dist.new_group([0, 1])
     shared, expert = parameter_of(0, rank, n=4), parameter_of(0, rank, n=9)
-    optimizers = [made([shared])] + ([made([expert], process_group=group)] if rank.rank < 2 else [])
+    optimizers = [sgd_of(stage, [shared])]
+    if rank.rank < 2:
+        optimizers.append(sgd_of(stage, [expert], process_group=group))
     chain = Chained(*optimizers)
     (3 * shared.sum() + 4 * expert.sum()).backward()
-    assert chain.clip_grad_norm_(1e-3).item() == pytest.approx((4 * 9 + 9 * 16) ** 0.5, rel=1e-6)
+    norm = (4 * 3**2 + 9 * 4**2) ** 0.5
+    assert chain.clip_grad_norm_(1e-3).item() == pytest.approx(norm, rel=1e-6)
     chain.step()
-    assert -shared.norm().item() == pytest.approx(-1e-3 * (4 * 9 / (4 * 9 + 9 * 16)) ** 0.5, rel=1e-3)
+    torch.testing.assert_close(shared.detach(), torch.full_like(shared, -1e-3 * 3 / norm), rtol=1e-3, atol=0)

@@ -1,10 +1,9 @@
 """The ledger: every kind of collective of every stage, its number and its bytes, against numbers written by hand.
 
-The model is three parameters: 5 x 7, 11 and 4 x 3, of 58 elements. What follows is arithmetic on paper, for d ranks.
-Stages 1 and 2 own whole parameters, the largest first to the rank that has least: with 3 ranks 35 | 12 | 11 elements,
-with 4 the same and nothing. Stages 3 and 4 let each parameter begin at a multiple of 64 bytes: 16 elements in fp32,
-where they take 48 + 16 + 16 = 80, and 32 where parameters have 16 bits, 64 + 32 + 32 = 128. And they pad these to d
-shards of equal length, a multiple of 64 bytes too.
+The model is three parameters: 5 x 7, 11 and 4 x 3, of 58 elements in fp32. What follows is arithmetic on paper, for
+three ranks on gloo. Stages 1 and 2 own whole parameters, the largest first to the rank that has least: 35 | 12 | 11
+elements. Stages 3 and 4 let each parameter begin at a multiple of 64 bytes, which are 16 elements: they take 48 + 16 +
+16 = 80. And they pad these to three shards of equal length, a multiple of 64 bytes too: 96.
 """
 
 import threading
@@ -13,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.ledger import Collective, Ledger, wire_bytes
+from harness import FOUR, ONE, THREE, TWO
+from harness.measuring.ledger import Collective, Ledger, wire_bytes
 from tests.common import STAGES, on_ranks, optimizer_of
 
 SIZES = [(5, 7), (11,), (4, 3)]
 
 
-def counted(rank, stage, dtype=torch.float32, clips=0, **kwargs):
-    """-> {kind: (how many, bytes of their full tensors)} of one step, of which the first one has seen nothing."""
-    params = [torch.nn.Parameter(torch.ones(size, dtype=dtype, device=rank.device)) for size in SIZES]
-    optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1, **kwargs)
+def counted(rank, stage, clips=0):
+    """-> {kind: (how many, bytes of their full tensors)} of the second of two steps, and its wire bytes."""
+    params = [torch.nn.Parameter(torch.ones(size, device=rank.device)) for size in SIZES]
+    optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1)
     for _ in range(2):
         with Ledger() as ledger:
             sum((param * (rank.rank + 1)).sum() for param in params).backward()
@@ -34,51 +34,23 @@ def counted(rank, stage, dtype=torch.float32, clips=0, **kwargs):
     return {kind: (number, sizes[kind]) for kind, number in ledger.collectives.items()}, ledger.wire_bytes
 
 
+@on_ranks(3, stage=STAGES)
+def test_a_step_sends_what_is_counted_by_hand(rank, stage):
+    """Gradients and flags; then parameters. gloo's reduce-scatter sends twice. Stage 4 has a bucket of three parts."""
+    collectives, wire_bytes_of_rank = COLLECTIVES[stage]
+    assert counted(rank, stage) == (collectives, round(wire_bytes_of_rank))
+
+
 FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings twice
-
-
-def padded(d, itemsize):
-    """80 elements of fp32, in d shards of multiples of 16; 128 of 16 bits, of multiples of 32."""
-    return {(3, 4): 96, (4, 4): 128, (3, 2): 192, (4, 2): 128}[d, itemsize]
-
-
-@on_ranks(3, 4, dtype=[torch.float32, torch.bfloat16])  # uneven shards; and a rank that owns nothing
-def test_stages_1_and_2(rank, dtype):
-    """Count an all-reduce of gradients and flags; then a broadcast by each owner, or an all-gather of padded shards."""
-    d, itemsize = rank.world_size, dtype.itemsize
-    grads = itemsize * (58 + 3)
-    for stage, kind, number, params in ((STAGES[0], "broadcast", 3, itemsize * 58),
-                                        (STAGES[1], "all_gather", 1, itemsize * d * 35)):
-        found, sent = counted(rank, stage, dtype)
-        assert found == {"all_reduce": (1, grads), kind: (number, params)}
-        assert sent == round((2 * grads + params) * (d - 1) / d)
-
-
-@on_ranks(3, 4, dtypes=[(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
-def test_stage_3(rank, dtypes):
-    """One reduce-scatter and one all-gather of the padded buffer; gloo's reduce-scatter counts twice."""
-    dtype, grad_dtype = dtypes
-    d, grad, param = rank.world_size, (grad_dtype or dtype).itemsize, dtype.itemsize
-    n, times = padded(d, param), 2 if rank.backend == "gloo" else 1
-    found, sent = counted(rank, STAGES[2], dtype, grad_dtype=grad_dtype)
-    assert found == {"reduce_scatter": (1, grad * n), "all_gather": (1, param * n)}
-    assert sent == round((times * grad + param) * n * (d - 1) / d)
-
-
-@on_ranks(3, 4, dtype=[torch.float32, torch.bfloat16])
-def test_stage_4(rank, dtype):
-    """One bucket: on gloo a part for each other rank and one from each, on NCCL one reduce-scatter, as many bytes.
-
-    Then the flags of used parameters, and one all-gather, on gloo a broadcast of each part. Beside NCCL the flags
-    travel between the hosts, which the ledger doesn't see.
-    """
-    d, n = rank.world_size, dtype.itemsize * padded(rank.world_size, dtype.itemsize)
-    parts = d - 1, n * (d - 1) // d
-    on_gloo = {"send": parts, "recv": parts, "broadcast": (d, n), "all_reduce": (1, FLAGS)}
-    is_gloo = rank.backend == "gloo"
-    found, sent = counted(rank, STAGES[3], dtype)
-    assert found == (on_gloo if is_gloo else {"reduce_scatter": (1, n), "all_gather": (1, n)})
-    assert sent == round((2 * n + 2 * FLAGS * is_gloo) * (d - 1) / d)
+GRADS, PADDED = 4 * 58, 4 * 96  # bytes in fp32; on 3 ranks 80 elements are padded to 96
+COLLECTIVES = {  # of a step on 3 ranks: kind -> (how many, bytes of their full tensors); and wire bytes of a rank
+    ONE: ({"all_reduce": (1, GRADS + 4 * 3), "broadcast": (3, GRADS)}, (2 * (GRADS + 4 * 3) + GRADS) * 2 / 3),
+    TWO: ({"all_reduce": (1, GRADS + 4 * 3), "all_gather": (1, 4 * 3 * 35)},
+                (2 * (GRADS + 4 * 3) + 4 * 3 * 35) * 2 / 3),
+    THREE: ({"reduce_scatter": (1, PADDED), "all_gather": (1, PADDED)}, 3 * PADDED * 2 / 3),
+    FOUR: ({"send": (2, PADDED * 2 // 3), "recv": (2, PADDED * 2 // 3), "all_reduce": (1, FLAGS),
+                 "broadcast": (3, PADDED)}, (2 * PADDED + 2 * FLAGS) * 2 / 3),
+}
 
 
 @on_ranks(3)
@@ -104,7 +76,7 @@ def test_wire_bytes_by_hand():
 def test_gradients_travel_once_however_often_the_norm_is_asked_for(rank, stage):
     """From stage 3 on a rank has the average of its shard only: the norm of each is gathered."""
     (once, _), (twice, _) = counted(rank, stage), counted(rank, stage, clips=2)
-    if stage in STAGES[2:]:
+    if stage in (THREE, FOUR):
         number, size = once.pop("all_gather", (0, 0))
         assert twice.pop("all_gather") == (number + 2, size + 2 * 4 * 2)  # a float of each of two ranks
     assert once == twice

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.memory import REST, Memory, mark_grads, mark_state
+from harness.measuring.memory import REST, Memory, mark_grads, mark_state
 from tests.common import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +17,7 @@ MB = 2**20  # a MiB
 
 
 def test_tensors_views_and_ends():
+    """Count bytes by hand. A storage counts once, under its first kind, while a view needs it."""
     before = torch.ones(1000)
     with Memory("cpu") as memory:
         a = torch.ones(1000)  # 4000 bytes
@@ -24,10 +25,14 @@ def test_tensors_views_and_ends():
         assert memory.live == 4000
         c = torch.cat([a, before])  # 8000
         assert (memory.live, memory.peak) == (12000, 12000)
+        memory.mark("one", [b])
+        memory.mark("other", [a, c])
+        assert memory.by_kind() == {"one": 4000, "other": 8000, REST: 0}
         del a
         assert memory.live == 12000  # the view still needs it
         del b
         assert (memory.live, memory.peak) == (8000, 12000)
+        assert memory.by_kind() == {"other": 8000, REST: 0}
         memory.reset_peak()
         c.untyped_storage().resize_(0)
         assert (memory.live, memory.peak) == (0, 8000)
@@ -67,19 +72,6 @@ def test_a_storage_in_the_memory_of_another_counts_as_that_one():
         assert memory.live == 0
 
 
-def test_kinds_by_hand():
-    """A storage counts once, under its first name, and only while it is alive; a dead one's name is forgotten."""
-    with Memory("cpu") as memory:
-        a, b, c = torch.ones(100), torch.ones(10), torch.ones(1)
-        memory.mark("one", [a.view(10, 10)[3:]])
-        memory.mark("other", [a, b])
-        assert memory.by_kind() == {"one": 400, "other": 40, REST: 4}
-        del a
-        assert memory.by_kind() == {"other": 40, REST: 4} and memory.live == 44
-        c.untyped_storage().resize_(0)
-        assert memory.by_kind() == {"other": 40, REST: 0}
-
-
 class Around(torch.optim.Optimizer):
     """Steps an fp32 copy, by an optimizer inside; `main_grad` has what `grad` can't be."""
 
@@ -115,7 +107,7 @@ def test_kinds_of_a_step(rank):
 # what Linux counts besides (libraries, code, threads) doesn't grow any more.
 PROGRAM = """
 import torch
-from harness.memory import REST, Memory, mark_grads, mark_state
+from harness.measuring.memory import REST, Memory, mark_grads, mark_state
 
 def peak_rss():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])

@@ -98,8 +98,6 @@ TOGETHER = {
     "a look-ahead that mixes tensors every tenth step": changed(after=mix_every_tenth),
 }
 WHOLE = {name: changed(rule=lambda self, *args, rule=rule: rule(*args)) for name, rule in {  # each steps one by one
-    "Adafactor: clipped by the root of the mean square": lambda param, grad: (
-        grad / grad.pow(2).mean().sqrt().clamp(min=1.0)),
     "timm's Adafactor: second moments are factored where both dimensions are large": factored_where_large,
     "what is one-dimensional isn't decayed: so are shards": lambda param, grad: (
         grad + 0.1 * param if param.ndim > 1 else grad),
@@ -109,15 +107,11 @@ WHOLE = {name: changed(rule=lambda self, *args, rule=rule: rule(*args)) for name
         grad + param if grad.abs().max() > 2.5 else grad),
 }.items()}
 BLOCKS = {
-    "multiples of 64": in_blocks(lambda numel: numel % 64 == 0, 64),
     "multiples of 256 from 4096 on": in_blocks(lambda numel: numel >= 4096 and numel % 256 == 0, 256),
     "multiples of 2048 from 65536 on": in_blocks(lambda numel: numel >= 65536 and numel % 2048 == 0, 2048),
     "more than 65536": in_blocks(lambda numel: numel > 65536 and numel % 256 == 0, 256),
     "powers of two": in_blocks(lambda numel: numel & (numel - 1) == 0 and numel >= 256, 128),
 }
-SHAPES = [None, (9,), (5, 5), (2, 3, 4)]  # of the only parameter; None: of all kinds
-
-
 def model_of_all():
     """Parameters of one, two and four dimensions, and a scalar."""
     return [*nn.Conv2d(3, 4, 3).parameters(), *nn.Linear(5, 5).parameters(), nn.Parameter(torch.ones(()))]
@@ -130,16 +124,16 @@ def build(stage, optimizer_cls, params=None, **kwargs):
 
 @pytest.mark.parametrize("kind", [*TOGETHER, *WHOLE, *BLOCKS])
 def test_an_optimizer_that_would_step_otherwise_is_refused(stage, kind):
-    """What needs whole tensors is taken in stages 1 and 2. A state in blocks is found whatever shapes the model has."""
+    """Stages 1 and 2 take what needs whole tensors. A state in blocks is found whatever shapes the model has."""
     optimizer_cls = {**TOGETHER, **WHOLE, **BLOCKS}[kind]
-    words = "doesn't step tensors one by one" if stage in (ONE, TWO) else "is not element-wise"
     is_taken = kind not in TOGETHER and stage in (ONE, TWO)
-    shapes = SHAPES if kind in BLOCKS and not is_taken else [None]
-    for lr, shape in itertools.product([0.1] if kind in BLOCKS else [1e-5, 0.1], shapes):
-        with situation((lr, shape)):
-            refusal = pytest.raises(ValueError, match=f"{optimizer_cls.__name__} {words}")
-            with contextlib.nullcontext() if is_taken else refusal:
-                build(stage, optimizer_cls, [nn.Parameter(torch.ones(shape))] if shape else None, lr=lr)
+    words = "doesn't step tensors one by one" if stage in (ONE, TWO) else "is not element-wise"
+    refusal = pytest.raises(ValueError, match=f"{optimizer_cls.__name__} {words}")
+    shapes = [None, (9,), (2, 3, 4)] if kind in BLOCKS else [None]  # of the only parameter; None: of all kinds
+    rates = [0.1] if kind in BLOCKS else [1e-5, 0.1]
+    for lr, shape in itertools.product(rates, shapes):
+        with situation((lr, shape)), contextlib.nullcontext() if is_taken else refusal:
+            build(stage, optimizer_cls, [nn.Parameter(torch.ones(shape))] if shape else None, lr=lr)
 
 
 def test_each_kind_of_group_is_tried(stage):
@@ -189,57 +183,55 @@ def test_an_optimizer_that_matches_plain_training_is_taken(rank, stage, optimize
 
 
 @pytest.mark.parametrize("optimizer_cls, kwargs, error, words", [
-    (changed(rule=lambda self, param, grad: self.state[param]["momentum_buffer"]), {}, ValueError,
-     "Changed fails in a trial on tensors of .*: KeyError: 'momentum_buffer'"),
     (torch.optim.LBFGS, {}, ValueError, "LBFGS fails in a trial .*missing 1 required positional argument: 'closure'"),
     (torch.optim.SparseAdam, {}, ValueError, "SparseAdam fails in a trial .*does not support dense gradients"),
     (torch.optim.SGD, {"momentun": 0.9}, TypeError, "unexpected keyword argument 'momentun'"),  # torch's own
-    (torch.optim.SGD, {"lr": -1}, ValueError, "Invalid learning rate: -1"),
 ])
 def test_an_error_inside_the_trial_is_shown(stage, optimizer_cls, kwargs, error, words):
     with pytest.raises(error, match=words):
         build(stage, optimizer_cls, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
 @pytest.mark.parametrize("n_good_steps", [0, sum(n for n, _, _ in PHASES)])  # as many as of whole tensors
 def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_class(kind, n_good_steps):
-    """Nor of a state, which would not be checked then. A CPU's allocator raises a plain RuntimeError."""
+    """Raise what the allocator raises, which on a CPU is a plain RuntimeError."""
+    n_steps = itertools.count(1)
+
     class Hungry(torch.optim.SGD):
         def step(self, closure=None):
-            steps.append(self)
-            if len(steps) > n_good_steps:
+            if next(n_steps) > n_good_steps:
                 if kind is RuntimeError:
                     torch.empty(2**50)
                 raise kind("out of memory")
             super().step(closure)
 
-    steps, words = [], "DefaultCPUAllocator" if kind is RuntimeError else "out of memory"
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match="DefaultCPUAllocator" if kind is RuntimeError else "out of memory"):
         build(THREE, Hungry)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind):
         schema_of(functools.partial(Hungry), {"lr": 0.1}, (3,), torch.float32, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------- what it costs
 
 
-def counting(steps):
-    """-> a class: to `steps` it adds the number of elements of each."""
-    return changed(before=lambda self: steps.append(sum(param.numel() for _, param in self.params())))
+def counting(n_elements):
+    """-> a class that appends the number of elements of each step to the list `n_elements`."""
+    return changed(before=lambda self: n_elements.append(sum(param.numel() for _, param in self.params())))
 
 
 def test_the_trial_is_short_and_leaves_no_trace(stage):
     """Were each group a kind of its own, there would be five times as many steps."""
     groups = [{"params": [param], "lr": 0.001 * n} for n, param in enumerate(model_of_all())]  # one kind; an lr is 0
-    calls, steps, state = [], [], torch.get_rng_state()
+    calls, n_elements = [], []
+    state = torch.get_rng_state()
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     try:
-        build(stage, counting(steps), groups)
+        build(stage, counting(n_elements), groups)
     finally:
         hook.remove()
     assert not calls and torch.equal(torch.get_rng_state(), state)
-    assert 100 < len(steps) < 300 and sum(steps) < 4_000_000
+    assert 100 < len(n_elements) < 300 and sum(n_elements) < 4_000_000
 
 
 @pytest.mark.parametrize("check", [check_elementwise, check_one_by_one])
@@ -251,14 +243,14 @@ def test_the_trial_is_on_the_device_of_the_parameters(check):
 
 
 def test_who_builds_many_alike_waits_for_one_trial(stage):
-    """Other arguments and other groups are tried anew; and what was refused is refused again."""
-    steps = []
-    optimizer_cls = counting(steps)
+    """Try other arguments and other groups anew; and refuse again what was refused."""
+    n_elements = []  # of each step of a trial
+    optimizer_cls = counting(n_elements)
 
     def is_tried(params=None, **kwargs):
-        steps.clear()
+        n_elements.clear()
         build(stage, optimizer_cls, params, **kwargs)
-        return bool(steps)
+        return bool(n_elements)
 
     assert [is_tried(), is_tried(), is_tried(mine=1)] == [True, False, True]
     assert is_tried([{"params": [nn.Parameter(torch.ones(2, 2))], "mine": 2}], mine=1)

@@ -1,7 +1,5 @@
 """What one stage does and others don't: gradients that are users' to write in stages 1 to 3, the buffer of stage 3."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -27,44 +25,37 @@ def test_unused_parameters_as_in_ddp_with_find_unused_parameters(rank, stage):
     assert [param[0].item() for param in params] == pytest.approx(after)
 
 
-class WantsRequiresGrad(torch.optim.SGD):
-    def step(self, closure=None):
-        if any(param.requires_grad for group in self.param_groups for param in group["params"]):
-            super().step()
-
-
 @pytest.mark.parametrize("stage", [THREE, FOUR])
-def test_what_would_not_be_stepped_or_does_not_lie_in_one_piece_is_refused(stage):
-    with one_rank_of(2):
-        weight = torch.nn.Parameter(torch.ones(8, 8))
-        with pytest.raises(ValueError, match="WantsRequiresGrad steps views otherwise"):
-            optimizer_of(stage)([weight], WantsRequiresGrad)
-        with pytest.raises(ValueError, match="conv is not contiguous"):
-            optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])
+def test_what_does_not_lie_in_one_piece_is_refused(stage):
+    with one_rank_of(2), pytest.raises(ValueError, match="conv is not contiguous"):
+        optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])
 
 
 @on_ranks(2)
 def test_what_p_grad_holds_at_step_counts(rank, stage):
-    """p.grad may be dropped or replaced by the user."""
+    """Drop gradients, double others, and drop that of `scale`.
+
+    Without a gradient a parameter is not stepped in stages 1 and 2; in stage 3 the buffer is zero there. Stage 4 takes
+    none, so it has zeros here.
+    """
     pair = Pair(rank, stage)
-    model, reference = pair.models
     with pair.optimizer.no_sync():
         pair.backward(5)
-        for one in pair.models:
-            one.zero_grad()  # sets p.grad to None: these gradients are gone
+        for model in pair.models:
+            model.zero_grad()  # sets p.grad to None: these gradients are gone
         pair.backward(0)
+    model, reference = pair.models
     for param in [*trainable(model), *trainable(reference)]:
         param.grad = param.grad.clone() * 2
-    model.scale.grad = None if stage != FOUR else torch.zeros_like(model.scale)  # None is an error in stage 4
-    # Without gradient a parameter is not stepped in stages 1 and 2; in stage 3 the buffer is zero there.
-    reference.scale.grad = torch.zeros_like(model.scale) if stage in (THREE, FOUR) else None
+    zeros = torch.zeros_like(model.scale)
+    model.scale.grad = zeros if stage == FOUR else None
+    reference.scale.grad = None if stage in (ONE, TWO) else zeros
     pair.step()
     pair.assert_same()
 
 
 CHANGES = {  # SGD, 2 -> 2 - (2 + 0.5 · 2) / 4 = 1.25 -> 1.25 - (2 + 0.5 · 1.25) / 4, or 2 -> 2 - 3/4 -> 2 - 6/4
     "by a graph": (lambda weight: weight.grad.add_(0.5 * weight), 0.59375),
-    "detached": (lambda weight: weight.grad.detach_().mul_(2), 0.5),
     "its data": (lambda weight: setattr(weight.grad, "data", weight.grad.data * 2), 0.5),
 }
 
@@ -86,29 +77,18 @@ def test_a_gradient_may_be_changed_in_every_way(rank, stage, how):
     assert weight[0].item() == expected
 
 
-@on_ranks(2, how=["assigned", "data", "later"])
+@on_ranks(2, how=["assigned", "later"])
 def test_a_main_grad_that_is_not_of_the_buffer_is_an_error(rank, how):
-    param, kwargs = parameter_of(1, rank).bfloat16().detach().requires_grad_(), {"grad_dtype": torch.float32}
-    optimizer = sgd_of(THREE, [("second", param)], **kwargs)
+    """Assign main_grad, or build a later optimizer of the same parameter, which then has it."""
+    param = parameter_of(1, rank).bfloat16().detach().requires_grad_()
+    optimizer = sgd_of(THREE, [("second", param)], grad_dtype=torch.float32)
     if how == "later":
-        later = sgd_of(THREE, [param], **kwargs)
+        later = sgd_of(THREE, [param], grad_dtype=torch.float32)
     param.sum().backward()
     if how == "assigned":
         param.main_grad = param.main_grad / 2
-    elif how == "data":
-        param.main_grad.data = param.main_grad.data / 2
-    replaced = "main_grad of parameter second was replaced, or a later optimizer has"
-    assert replaced in error_of(optimizer.step) and param.eq(1).all()
+    words = "main_grad of parameter second was replaced, or a later optimizer has"
+    assert words in error_of(optimizer.step) and param.eq(1).all()
     if how == "later":
         later.step()
         assert param.eq(0).all()
-
-
-@on_ranks(2)
-def test_no_warnings_in_a_plain_loop(rank, stage):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        pair = Pair(rank, stage)
-        scheduler = torch.optim.lr_scheduler.StepLR(pair.optimizer, 1)
-        pair.train(0)
-        scheduler.step()

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import stage4_overlap
 import variants.finite
 from harness import FOUR
-from harness.ledger import Ledger
-from harness.take import CORE
+from harness.measuring.ledger import Ledger
+from harness.publishing.stages import CORE
 from tests.common import STAGES, on_ranks, one_rank_of, optimizer_of
 from tests.pairs import parameter_of, sgd_of
 from tests.ranks import ROOT

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from harness.ledger import Ledger
+from harness.measuring.ledger import Ledger
 from tests.common import STAGES, batch, loss_of, on_its_device, on_ranks, trainable
 from tests.pairs import Pair
 from tests.ranks import ROOT
@@ -75,7 +75,8 @@ def test_a_wrapper_has_the_state_and_the_settings_of_the_optimizer(rank, stage, 
 # --------------------------------------------------------------------------------------------- DDP around the model
 
 
-RUNGS = {"replicated": "harness.reference", **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
+RUNGS = {"replicated": "harness.training.replicated",
+         **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
 SITUATIONS = {  # column of the table -> (whether DDP is around the model, what the optimizer is told)
     "alone": (False, {}),
     "beneath DDP, `average_gradients=False`": (True, {"average_gradients": False}),

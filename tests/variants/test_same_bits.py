@@ -1,25 +1,21 @@
 """variants/same_bits.py: the same bits on 1, 2, 4 and 8 ranks; what that takes; and what it refuses."""
 
-import contextlib
 import functools
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from checkpoint import full_state_dict, load, reshard, save
-from harness import corpus
-from harness.gpt import GPT, MODELS
-from harness.ledger import Ledger
+from harness.measuring.ledger import Ledger
+from harness.training import corpus
+from harness.training.models import GPT, MODELS
 from tests.common import error_of, on_ranks, one_rank_of, situation
 from variants import same_bits
 
-LEAVES, RANKS = 8, (1, 2, 4, 8)
+LEAVES = 8
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "fused": True}
 
 
@@ -79,11 +75,10 @@ def kept(model, optimizer, logged):
 
 
 def situations():
-    """name -> (optimizer's class, its arguments, dtype of the model, whether a GradScaler is used)."""
-    return {"AdamW": (torch.optim.AdamW, ADAMW, torch.float32, False),
-            "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, torch.float32, False),
-            "AdamW, bf16": (torch.optim.AdamW, ADAMW, torch.bfloat16, False),
-            "AdamW, GradScaler": (torch.optim.AdamW, ADAMW, torch.float32, True)}
+    """name -> (optimizer's class, arguments, dtype of the model, whether a GradScaler is used, numbers of ranks)."""
+    return {"AdamW": (torch.optim.AdamW, ADAMW, torch.float32, False, (1, 2, 4, 8)),
+            "SGD, bf16": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, torch.bfloat16, False, (1, 4)),
+            "AdamW, GradScaler": (torch.optim.AdamW, ADAMW, torch.float32, True, (1, 4))}
 
 
 @on_ranks(4)
@@ -101,7 +96,7 @@ def test_average_over_a_group_counts_its_leaves(rank):
 
 
 def train_in(rank, name):
-    optimizer_cls, kwargs, dtype, is_scaled = situations()[name]
+    optimizer_cls, kwargs, dtype, is_scaled, _ = situations()[name]
     model = Text(dtype)
     optimizer = optimizer_for(model, optimizer_cls, **kwargs)
     optimizer.prefetch_params(model)
@@ -116,11 +111,12 @@ def is_same(one, other):
 
 @pytest.mark.parametrize("name", situations())
 def test_losses_norms_parameters_and_moments_have_the_same_bits_on_1_2_4_and_8_ranks(pools, name):
-    alone, *others = [pools.run(d, train_in, name) for d in RANKS]
-    assert len(alone[0]) > 60 and alone[0][-1].isfinite().all()
-    for d, ranks in zip(RANKS[1:], others):
+    d_alone, *other_ds = situations()[name][-1]
+    (alone,) = pools.run(d_alone, train_in, name)
+    assert len(alone) > 60 and alone[-1].isfinite().all()
+    for d in other_ds:
         with situation(f"{d} ranks"):
-            assert all(is_same(alone[0], kept) for kept in ranks)
+            assert all(is_same(alone, kept) for kept in pools.run(d, train_in, name))
 
 
 def tree_sum(tensors):
@@ -158,48 +154,6 @@ def three_unclipped_steps(rank):
 # ------------------------------------------------------------------ the mistakes: each makes bits depend on the ranks
 
 
-def in_rank_order(parts):
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
-
-
-def divided_first(transport, sent, received):
-    sent.div_(transport.world_size)
-    works, parts = EXCHANGE(transport, sent, received)
-    return works, [part.mul_(transport.world_size) for part in parts]
-
-
-EXCHANGE = same_bits.transport_for.__globals__["Exchange"].exchange
-MISTAKES = {
-    "ranks are added in rank order": lambda: mock.patch.object(same_bits, "add_in_pairs", in_rank_order),
-    "the norm is summed by shards": lambda: mock.patch.object(
-        same_bits.DistributedOptimizer, "_total_norm", same_bits.stage4_overlap.DistributedOptimizer._total_norm),
-    "sums are divided before they are sent": lambda: mock.patch.object(
-        same_bits.transport_for.__globals__["Exchange"], "exchange", divided_first)}
-
-
-def train_tiny_values(rank, mistake):
-    """Two weights: gradients of one are subnormal, where a division rounds."""
-    with MISTAKES[mistake]() if mistake else contextlib.nullcontext():
-        weights = [nn.Parameter(torch.ones(4096)) for _ in range(2)]
-        optimizer = same_bits.DistributedOptimizer(weights, torch.optim.SGD, leaves=LEAVES, lr=1.0)
-        for leaf in optimizer.own_leaves():
-            factors = torch.randn(2, 4096, generator=torch.Generator().manual_seed(leaf)) * torch.tensor([[1], [1e-43]])
-            torch.autograd.backward(weights, list(factors))
-        norm = optimizer.clip_grad_norm_(1e9)
-        grads = optimizer.buckets[0].gradient.shard
-        gathered = [torch.empty_like(grads) for _ in range(rank.world_size)]
-        torch.distributed.all_gather(gathered, grads)
-    return [norm, torch.cat(gathered)]
-
-
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_each_mistake_shows(pools, mistake):
-    (alone,), (on_four, *_) = [pools.run(d, train_tiny_values, mistake) for d in (1, 4)]
-    assert is_same(alone, on_four) == (mistake is None)
-
-
 # ----------------------------------------------------------------------------------------- other ranks, bytes, memory
 
 
@@ -213,29 +167,26 @@ def go_on(rank, folder, steps):
     return kept(model, optimizer, logged[-1:])
 
 
-def test_a_run_that_goes_from_8_to_2_to_4_ranks_is_the_run_on_one(pools, tmp_path):
-    for d, steps in ((8, range(3)), (2, range(3, 6)), (4, range(6, 9))):
-        moved = pools.run(d, go_on, tmp_path / "moved", steps)
-    alone = pools.run(1, go_on, tmp_path / "alone", range(9))
+def test_a_run_that_goes_from_4_to_2_ranks_is_the_run_on_one(pools, tmp_path):
+    """Move by a checkpoint after two steps, and without a file after two more."""
+    pools.run(4, go_on, tmp_path / "moved", range(2))
+    moved = pools.run(2, go_on, tmp_path / "moved", range(2, 4))
+    alone = pools.run(1, go_on, tmp_path / "alone", range(4))
     assert is_same(moved[0], alone[0])
+    assert is_same(pools.run(4, reshard_to_two)[0], alone[0])
 
 
-def move(rank):
-    """From three steps on 4 ranks to 2 without a file, and a number of ranks that doesn't fit."""
+def reshard_to_two(rank):
+    """Take two steps on four ranks, and two on two of them. A number of ranks that doesn't fit is refused."""
     model = Text()
     optimizer = optimizer_for(model)
-    trained(rank, range(3), optimizer, model)
-    three, two = [torch.distributed.new_group(list(range(n))) for n in (3, 2)]
+    trained(rank, range(2), optimizer, model)
+    three, two = [dist.new_group(list(range(n))) for n in (3, 2)]
     assert "leaves is 8: it must be a power of two, a multiple of 3 ranks" in error_of(
         lambda: reshard(optimizer, three), ValueError)
     reshard(optimizer, two)
-    logged = trained(rank, range(3, 6), optimizer, model) if rank.rank < 2 else []
-    return kept(model, optimizer, logged[-1:]) if rank.rank < 2 else None
-
-
-def test_a_program_moves_to_fewer_ranks_with_the_same_bits(pools, tmp_path):
-    alone = pools.run(1, go_on, tmp_path, range(6))
-    assert is_same(pools.run(4, move)[0], alone[0])
+    if rank.rank < 2:
+        return kept(model, optimizer, trained(rank, range(2, 4), optimizer, model)[-1:])
 
 
 @pytest.mark.parametrize("world_size, most", [(1, 3), (2, 2), (4, 1), (8, 0)])
@@ -260,16 +211,13 @@ def test_a_rank_holds_a_partial_sum_for_each_level_of_its_tree_and_sends_what_st
 
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(rank):
+    """Refuse numbers of leaves, also where ranks differ, and a closure. A DTensor: test_variants.py."""
     weight = nn.Parameter(torch.full((40,), float(rank.rank)))
     for leaves in (0, 6, 1):
         assert f"leaves is {leaves}: it must be a power of two, a multiple of 2 ranks" in error_of(
             lambda leaves=leaves: same_bits.DistributedOptimizer([weight], leaves=leaves), ValueError)
     assert "disagree on parameters or arguments: leaves is 8 on rank 0 and 4" in error_of(
         lambda: same_bits.DistributedOptimizer([weight], leaves=4 if rank.rank else 8), ValueError)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    spread = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
-    assert "parameter 0 of group 0 is a DTensor" in error_of(lambda: same_bits.DistributedOptimizer(
-        [spread], leaves=1, process_group=mesh["dp"].get_group()), ValueError)
     assert weight.eq(rank.rank).all()
     optimizer = same_bits.DistributedOptimizer([weight], leaves=2)
     assert "takes no closure" in error_of(lambda: optimizer.step(lambda: 0.0), ValueError)
@@ -277,19 +225,17 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(rank
 
 @on_ranks(2)
 def test_a_leaf_too_many_or_too_few_is_an_error_on_every_rank_and_nothing_is_left_of_it(rank):
+    """Run one backward pass where two are due, or as many as differ by rank. Then train on."""
     weight = nn.Parameter(torch.ones(40))
     optimizer = same_bits.DistributedOptimizer([weight], torch.optim.SGD, leaves=4, lr=1.0)
-    for passes in ((2, 1), (1, 1), (2, 3), (4, 2), (2, 0)):
+    for n_passes, words in (
+            ((1, 1), "1 backward passes since the last step: each rank computes 2 of 4 leaves"),
+            ((2, 3), "backward passes since the last step is 2.0 on rank 0 and 3.0 on rank 1"),
+            ((2, 0), "backward passes since the last step is 2.0 on rank 0 and 0.0 on rank 1")):
         for finish in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-            for _ in range(passes[rank.rank]):
+            for _ in range(n_passes[rank.rank]):
                 weight.sum().backward()
-            error = error_of(finish)
-            if passes[0] == passes[1]:
-                assert error == (f"{passes[0]} backward passes since the last step: each rank computes 2 of 4 leaves, "
-                                 "in one backward pass each")
-            else:
-                assert error.startswith(f"backward passes since the last step is {passes[0]:.1f} on rank 0 and "
-                                        f"{passes[1]:.1f} on rank 1")
+            assert error_of(finish).startswith(words)
     assert (weight == 1).all()
     for _ in optimizer.own_leaves():
         with optimizer.no_sync():  # a loop that accumulates needs no change

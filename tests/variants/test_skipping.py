@@ -13,19 +13,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import stage4_overlap
 from guard.chained import Chained
+from harness import FOUR
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
 from tests.pairs import sgd_of
-from tests.stages.test_averages import AllToAll
 from tests.variants import on_pairs
 from variants import finite, hybrid
 
-FOUR, FINITE = STAGES[3], "variants.finite"
+FINITE = "variants.finite"
 
 
 class FiniteHybrid(on_pairs.OnPairs, finite.DistributedOptimizer, hybrid.Replicas):
     """Two variants that combine."""
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.group), None
 
 
 def pairs():
@@ -73,10 +85,10 @@ def values(model):
     return torch.cat([param.detach().view(-1) for param in model.parameters()])
 
 
-def train(rank, model, optimizer, backward, step, spoilt):
-    """Take three steps, of which `spoilt`, a layer on this rank, spoils the second. Return parameters after each."""
+def train(rank, model, optimizer, backward, step, spoilt, n_steps=3):
+    """Take steps, the second spoilt by `spoilt`, a layer on this rank. Return parameters before and after each."""
     history = [values(model)]
-    for number in range(3):
+    for number in range(n_steps):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank), device="cpu")
         hook = spoil(spoilt, math.inf) if number == 1 and spoilt is not None else None
         backward(model(x).square().mean())
@@ -95,19 +107,23 @@ def assert_second_is_left_out(history):
 
 
 ARRANGEMENTS = {
-    **{f"{stage}, {function.__name__}": (stage, function) for stage in STAGES
-       for function in (alone, in_a_chain, with_experts)},
+    **{f"{stage}, {arrange.__name__}": (stage, arrange) for stage in STAGES for arrange in (alone, with_experts)},
     "hybrid": ("tests.variants.on_pairs", alone),
     "hybrids in a chain": ("tests.variants.on_pairs", in_a_chain),
     "muon in a chain": ("variants.muon", in_a_chain),
 }
+SPOILT = [(0, "dense"), (1, "expert"), (2, "expert"), (3, "dense")]  # the rank and the layer
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@on_ranks(4, bad_rank=range(4), layer=["dense", "expert"], clips=[False, True])
-def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, bad_rank, layer, clips):
-    """The scale stays the same on all ranks, and a step the same as without a scaler."""
+@on_ranks(4, spoilt=SPOILT, clips=[False, True])
+def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, spoilt, clips):
+    """Take three steps, of which an inf on one rank spoils the second. All ranks then have the same, lower scale.
+
+    The first step is the same as without a scaler.
+    """
     stage, arrange = ARRANGEMENTS[arrangement]
+    bad_rank, layer = spoilt
     model, optimizer = arrange(rank.rank, functools.partial(sgd_of, stage))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
 
@@ -122,16 +138,26 @@ def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, bad_rank, lay
     assert_second_is_left_out(history)
     assert scaler.get_scale() == 32.0
     plain, unscaled = arrange(rank.rank, functools.partial(sgd_of, stage))
-    first = train(rank.rank, plain, unscaled, torch.Tensor.backward, unscaled.step, None)[1]
+    first = train(rank.rank, plain, unscaled, torch.Tensor.backward, unscaled.step, None, n_steps=1)[1]
     torch.testing.assert_close(history[1], first)
 
 
-@pytest.mark.parametrize("kind", [FINITE, FiniteHybrid], ids=["finite", "finite hybrid"])
-@on_ranks(4, bad_rank=range(4), arrange=[alone, in_a_chain], layer=["dense", "expert"], clips=[False, True])
-def test_finite_raises_on_all_ranks(rank, kind, bad_rank, arrange, layer, clips):
-    """The error names the rank that has the nan; no optimizer has stepped."""
+OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain),
+             "hybrid": (FiniteHybrid, alone), "hybrids in a chain": (FiniteHybrid, in_a_chain)}
+
+
+def finite_of(kind, params, **kwargs):
     make = kind if isinstance(kind, type) else optimizer_of(kind)
-    model, optimizer = arrange(rank.rank, lambda params: make(params, torch.optim.SGD, lr=1.0))
+    return make(params, torch.optim.SGD, lr=1.0, **kwargs)
+
+
+@pytest.mark.parametrize("arrangement", OF_FINITE)
+@on_ranks(4, spoilt=SPOILT, clips=[False, True])
+def test_finite_raises_on_all_ranks(rank, arrangement, spoilt, clips):
+    """The error names the rank that has the nan, and no optimizer has stepped."""
+    kind, arrange = OF_FINITE[arrangement]
+    bad_rank, layer = spoilt
+    model, optimizer = arrange(rank.rank, functools.partial(finite_of, kind))
     errors = []
 
     def step():
@@ -159,33 +185,25 @@ def test_finite_is_refused_for_experts(rank):
 # ------------------------------------------------------------------------------- what a step that is left out leaves
 
 
-def left_out(rank):
-    """Return a parameter, its optimizer, and a function that takes a step, which a nan spoils if it is told so."""
+@on_ranks(2)
+def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
+    """Leave out the first step under a warm-up, and the third. A closure is called once in each step."""
     param = nn.Parameter(torch.zeros(5))
     optimizer = sgd_of(FOUR, [param])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def step(is_bad, closure=None):
-        loss = param.sum() * (math.nan if is_bad and rank.rank == 0 else 1)
-        scaler.scale(loss).backward()
-        result = scaler.step(optimizer, *[closure] * (closure is not None))
-        scaler.update()
-        return result
-    return param, optimizer, step
-
-
-@on_ranks(2)
-def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
-    """Under a warm-up the first step is left out. A count of an average's steps doesn't go on."""
-    param, optimizer, step = left_out(rank)
     calls = []
     hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("any before")),
              register_optimizer_step_post_hook(lambda *_: calls.append("any after")),
              optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
              optimizer.register_step_post_hook(lambda *_: calls.append("after"))]
+    closure_calls = []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: [0.25, 0.5, 1.0, 1.0][number])
     for is_bad, lr, moved_to in ((True, 0.25, 0.0), (False, 0.25, -0.25), (True, 0.5, -0.25), (False, 0.5, -0.75)):
-        step(is_bad)
+        loss = param.sum() * (math.nan if is_bad and rank.rank == 0 else 1)
+        scaler.scale(loss).backward()
+        mean_loss = scaler.step(optimizer, lambda: closure_calls.append(0) or float(rank.rank))
+        scaler.update()
+        assert mean_loss == 0.5
         assert optimizer.param_groups[0]["lr"] == lr and param.unique().tolist() == [moved_to]
         assert calls == ([] if is_bad else ["any before", "before", "after", "any after"])
         calls.clear()
@@ -193,35 +211,7 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
             schedule.step()
     for hook in hooks:
         hook.remove()
-
-
-@on_ranks(2, is_bad=[False, True])
-def test_a_closure_is_called_once_whether_the_step_is_left_out_or_not(rank, is_bad):
-    _, _, step = left_out(rank)
-    calls = []
-    assert step(is_bad, lambda: calls.append(0) or float(rank.rank)) == 0.5
-    assert calls == [0]
-
-
-@on_ranks(4)
-def test_the_loss_of_a_closure_is_the_mean_of_all_groups_of_a_hybrid(rank):
-    model, chain = in_a_chain(rank.rank, functools.partial(sgd_of, "tests.variants.on_pairs"))
-    assert chain.step(lambda: (model(torch.ones(4, 8)).sum().backward(), float(rank.rank))[1]) == 1.5
-
-
-class OwnStep(stage4_overlap.DistributedOptimizer):
-    def step(self, closure=None, *, grad_scaler=None):
-        return super().step(closure, grad_scaler=grad_scaler)
-
-
-@on_ranks(2)
-def test_a_class_with_a_step_of_its_own_calls_hooks_once(rank):
-    calls, param = [], nn.Parameter(torch.zeros(5))
-    optimizer = OwnStep([param], torch.optim.SGD, lr=1.0)
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    param.sum().backward()
-    optimizer.step()
-    assert calls == ["after"]
+    assert len(closure_calls) == 4
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -236,12 +226,11 @@ def test_grad_scaler_takes_no_optimizer_that_does_not_decide_alone(rank, stage, 
     expert = sgd_of(stage, model.expert.parameters(), process_group=pairs()[2 + rank.rank % 2],
                     average_over=dist.group.WORLD)
     chain = None if how == "experts by themselves" else Chained(dense, expert)
-    scaler, start = torch.amp.GradScaler("cpu", init_scale=64.0), values(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    start = values(model)
     scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
     if how == "unscale_ of a part":
         scaler.unscale_(dense)
-        error = error_of(lambda: scaler.step(chain))
-    else:
-        error = error_of(lambda: scaler.step(expert))
+    error = error_of(lambda: scaler.step(chain if how == "unscale_ of a part" else expert))
     assert "GradScaler takes a Chained of all optimizers of the model" in error
     assert torch.equal(values(model), start)

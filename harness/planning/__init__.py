@@ -1,0 +1,1 @@
+"""Estimates memory and time on machines that nobody has started."""

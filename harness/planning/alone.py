@@ -1,0 +1,400 @@
+"""Plays rank 0 of d in one process: what a row holds, sends and waits for, on any number of ranks.
+
+A dry run is a step of training that computes nothing: the core of a row's stage, on tensors without memory.
+"""
+
+import importlib
+import statistics
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import stage4_overlap
+from harness.measuring.ledger import Ledger
+from harness.measuring.memory import Memory, mark_grads, mark_state
+from harness.publishing import row_names
+from harness.publishing.results import Marked
+from harness.publishing.row_names import RowId
+from harness.publishing.tables import TEXT, column, names, sheet_of
+from harness.ranks.meeting import rank_0_of
+from harness.training import models
+from harness.training import rows as catalogue
+from harness.training.models import MODELS
+from stage4_overlap.transport import Exchange
+
+# --------------------------------------------------------------------------------------------------------- A dry run
+
+
+class Event(NamedTuple):
+    """An event of a step, on rank 0."""
+    what: str  # "compute"; "launch": a collective left; or "wait": computing stops until a message has arrived
+    phase: str  # "forward", "backward" or "step"
+    flops: float = 0  # of an operator that computes
+    n_bytes: int = 0  # that an operator reads and writes, or of a collective's full tensor
+    kind: str = ""  # of a collective, as in the ledger
+    index: int = 0  # of the launch that is waited for
+    lag: int = 0  # 1: that launch was in the step before
+    live: int = 0  # bytes that are alive then
+    group_size: int = 0  # number of ranks that a message goes among; 0: all
+    stride: int = 1  # these are one of every `stride` ranks
+
+
+class Cost(NamedTuple):
+    """What a micro-batch costs."""
+    activations: float = 0  # bytes, at their peak
+    flops: float = 0  # of the forward pass
+
+
+class Recorded(NamedTuple):
+    """A step that was run dry."""
+    numel: int
+    held: dict  # bytes after the step, by kind
+    theory: float  # their sum by the formula
+    peak: float  # the most bytes at one moment, activations included
+    events: list
+
+    @property
+    def bytes_per_param(self):
+        return sum(self.held.values()) / self.numel
+
+    def gathered(self):
+        """Return the bytes of each all-gather."""
+        return [event.n_bytes for event in self.events if event.kind == "all_gather"]
+
+
+WORKS_ALIVE = 64  # works that are referenced here, because C++ loses one that it takes after Python has dropped it
+FP32_BYTES = 4
+
+
+class Dry(Memory):
+    """Counts memory and lists events; collectives go nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.works, self.ledger = [], Ledger()
+        self.begin_step(0)
+
+    # Without this torch guards every operator against being compiled, which takes most of the time.
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+    def begin_step(self, number):
+        self.number = number
+        self.phase = "forward"
+        self.events, self.futures = [], []
+        self.n_launched = 0
+        self.reset_peak()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "prim":  # asks for a property
+            return function(*args, **kwargs)
+        arguments = {**dict(zip([argument.name for argument in function._schema.arguments], args)), **kwargs}
+        if function.namespace == "c10d":
+            return self.launch(function._schema, args, arguments)
+        result = function(*args, **kwargs)
+        self.track(tensors_in(result))
+        self.compute(0, bytes_touched(function, arguments, result))
+        return result
+
+    def compute(self, flops, n_bytes):
+        """Add an event; without FLOPs it joins the last event, if that computes too."""
+        last = self.events[-1] if self.events else None
+        if last and not flops and (last.what, last.phase) == ("compute", self.phase):
+            self.events[-1] = last._replace(n_bytes=last.n_bytes + n_bytes, live=max(last.live, self.live))
+        elif flops or n_bytes:
+            self.events.append(Event("compute", self.phase, flops, n_bytes, live=self.live))
+
+    def launch(self, schema, args, arguments):
+        """Add an event for a collective. Returns what it returns: a work that never arrives, maybe beside tensors."""
+        entry = self.ledger.entry_of(schema.name, arguments)
+        work = FakeWork(self, args[0])
+        kind = entry.kind
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one rank to the other
+            is_root = arguments["root_rank"] == 0
+            sends = is_root if kind == "broadcast" else not is_root
+            kind = "send" if sends else "recv"
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))
+        self.events.append(Event("launch", self.phase, 0, entry.size, kind, self.n_launched, live=self.live,
+                                 group_size=entry.group_size, stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1))
+        self.n_launched += 1
+        self.works = [*self.works[-WORKS_ALIVE:], work]
+        return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
+
+    def wait(self, number, index):
+        self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
+
+
+class FakeWork(dist.Work):
+    """Stands for the next collective that `dry` launches. Nothing is sent; a wait for it becomes an event."""
+
+    def __init__(self, dry, tensors):
+        super().__init__()
+        self.dry = dry
+        self.step = dry.number
+        self.index = dry.n_launched
+        self.tensors = tensors
+        self.has_arrived = False
+
+    def wait(self, timeout=None):
+        if not self.has_arrived:
+            self.dry.wait(self.step, self.index)
+        self.tensors = None
+        return True
+
+    def is_completed(self):
+        """Return whether two later collectives were launched: then this one counts as arrived, and no wait is noted."""
+        self.has_arrived = (self.step, self.index) < (self.dry.number, self.dry.n_launched - 2)
+        return self.has_arrived
+
+    def get_future(self):
+        self.dry.futures.append(self.index)
+        future = torch.futures.Future()
+        future.set_result(self.tensors)
+        self.tensors = None
+        return future
+
+
+def tensors_in(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_touched(function, arguments, result):
+    """Count the bytes that an operator reads and writes in the device's memory. Views and empty tensors have none."""
+    schema = function._schema
+    if function.is_view or "empty" in schema.name:
+        return 0
+    # A fused optimizer writes gradients only where it unscales them.
+    written = {argument.name for argument in schema.arguments
+               if argument.alias_info and argument.alias_info.is_write} - {"grads"}
+    unread = written if schema.name.endswith(("copy_", "zero_", "fill_")) else ["out"]
+    read = [value for name, value in arguments.items() if name not in unread]
+    is_new = not any(returned.alias_info for returned in schema.returns)
+    outputs = [arguments.get(name) for name in written] + ([result] if is_new else [])
+    return sum(tensor.nbytes for tensor in tensors_in([read, outputs]))
+
+
+@contextmanager
+def fake(d, cap_mb=None, transport=None):
+    """Let this process play rank 0 of d, with tensors that have no memory, and stages' cores without their guards.
+
+    `transport`: a class in place of stage 4's. DDP has the buckets of its second step from the start, and doesn't
+    compare parameters across ranks, because these tensors have no values.
+    """
+    assign_to_buckets = dist._compute_bucket_assignment_by_size
+    optimizer_class = catalogue.optimizer_class
+    stage_4 = stage4_overlap.optimizer.ShardedOptimizer
+    default_limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, row_names.DEFAULT_MB * 2**20]
+    limits = [int(cap_mb * 2**20)] if cap_mb else default_limits
+
+    def assign_in_order_of_gradients(tensors, _, sparse):
+        """Fill buckets from the last parameter on, whose gradient comes first, and return the first bucket last."""
+        buckets, sizes = assign_to_buckets(tensors[::-1], limits, sparse[::-1])
+        buckets = [[len(tensors) - 1 - i for i in bucket] for bucket in buckets]  # indices in the order of `tensors`
+        return buckets[::-1], sizes[::-1]
+
+    def core_class(package, *name):
+        if package.startswith("stage"):
+            return importlib.import_module(f"{package}.optimizer").ShardedOptimizer
+        if package.startswith("variants"):
+            return importlib.import_module(package).ShardedOptimizer
+        return optimizer_class(package, *name)
+    transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
+    with (rank_0_of(d), torch.device("meta"), mock.patch.object(catalogue, "optimizer_class", core_class),
+          mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None),
+          mock.patch.object(stage_4, "transport_for", staticmethod(transport_for)),
+          mock.patch.multiple(dist, _compute_bucket_assignment_by_size=assign_in_order_of_gradients,
+                              _verify_params_across_processes=lambda *args: None)):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        yield
+
+
+def cost_of(spec, dtype, batch_size, sequence_length):
+    """Count activations of a forward and backward pass of the model itself, and FLOPs by formula. Returns Cost."""
+    with FakeTensorMode(), Dry() as dry:  # on the meta device attention would use another kernel
+        model = models.model_of(spec, dtype)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
+        before = dry.live
+        dry.reset_peak()
+        model(tokens, targets).backward()
+        numel = sum(param.numel() for param in model.parameters())
+    # Causal attention counts like full attention, as in most published figures.
+    attention = 4 * spec.n_layers * sequence_length * spec.width / spec.tensor_parallel
+    return Cost(dry.peak - before, batch_size * sequence_length * (2 * numel + attention))
+
+
+class ParameterUse(torch.autograd.Function):
+    """Stands in for one parameter's part of the model: it holds as much, takes as many FLOPs, and has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, param, cost, dry):
+        ctx.param, ctx.cost, ctx.dry = param, cost, dry
+        dry.hold(cost.activations)
+        dry.compute(cost.flops, 0)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.dry.compute(2 * ctx.cost.flops, 0)
+        ctx.dry.hold(-ctx.cost.activations)
+        return grad, torch.empty_like(ctx.param), None, None
+
+
+def stand_in(model, cost, dry):
+    """Replace `model.forward` by a walk over the modules that runs their hooks, in which stage 4 waits."""
+    parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
+    total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
+
+    def forward():
+        x = torch.zeros((), requires_grad=True)
+        for module, params in parts:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+            for param in params:
+                x = ParameterUse.apply(x, param, Cost(*(value * param.numel() / total for value in cost)), dry)
+        return x
+    model.forward = forward
+
+
+def record(row_id, spec, d, cost=Cost(), transport=None):
+    """Run two steps of a row dry on rank 0 of d. Returns the second step, Recorded. `transport`: see `fake`."""
+    configuration = catalogue.find(*row_id)
+    with fake(d, row_id.bucket_mb, transport), Dry() as dry:
+        model = models.model_of(spec, configuration.dtype)
+        stand_in(model, cost, dry)
+        training = configuration.build(model, dict(fused=True))
+        for number in (0, 1):
+            dry.begin_step(number)
+            forward = training.forward if number == 1 else model  # DDP would change its buckets after its first step
+            loss = forward()
+            dry.phase = "backward"
+            loss.backward()
+            del loss
+            for index in dry.futures:  # DDP's C++ waits for them when the backward pass ends, unseen
+                dry.wait(number, index)
+            dry.phase = "step"
+            training.update()
+            held = held_by(dry, training)
+            training.zero_grad()
+        numel = sum(param.numel() for param in model.parameters())
+        theory = configuration.bytes_per_param(numel, d, SimpleNamespace(bucket_buffer_bytes=held["buffers"])) * numel
+        return Recorded(numel, held, theory, dry.peak, dry.events)
+
+
+def held_by(memory, training):
+    """Return {kind: bytes} after a step. The rest are buffers, of buckets in flight."""
+    params = list(training.model.parameters())
+    inner = getattr(training.optimizer, "optimizer", training.optimizer)
+    stepped = [param for group in inner.param_groups for param in group["params"]]
+    memory.mark("parameters", params)
+    mark_grads(memory, params + stepped)
+    memory.mark("main parameters", stepped)
+    mark_state(memory, inner)
+    by_kind = memory.by_kind()
+    return {kind: by_kind.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}
+
+
+# ----------------------------------------------------------------------------------- Tables of dry runs, for bench.py
+
+
+STATE_RANKS = (1, 2, 4, 8, 64, 1024)
+
+
+class StateRow(NamedTuple):
+    """Bytes per parameter of a row, by number of ranks: counted, and by its formula."""
+    name: str
+    formula: str
+    counted: dict
+    theory: dict
+
+
+STATES = [  # parameters/gradients, the row, its formula; b: stage 4's two bucket buffers
+    ("stage 3 bfloat16/bfloat16", RowId("stage 3 bf16/bf16"), "4 + 16/d"),
+    ("stage 3 bfloat16/float32", RowId("stage 3 bf16/fp32"), "6 + 12/d"),
+    ("stage 3 float32/float32", RowId(row_names.GRAD_BUFFER), "8 + 8/d"),
+    ("stage 4 bfloat16/float32", RowId("stage 4 overlap bf16"), "2 + 16/d + b"),
+    ("stage 4 float32/float32", RowId(row_names.OVERLAP), "4 + 12/d + b"),
+]
+GATHERED = {"stage 2": RowId(row_names.ALL_GATHER), "stage 3": RowId(row_names.GRAD_BUFFER),
+            "stage 4": RowId(row_names.OVERLAP)}
+
+
+def model_state(model):
+    """Make the table of bytes per parameter that stages 3 and 4 hold after a step; stage 4 as on gloo, by exchange."""
+    rows = []
+    for name, row_id, formula in STATES:
+        recorded = {d: record(row_id, models.NAMED[model], d, transport=Exchange) for d in STATE_RANKS}
+        rows.append(StateRow(name, formula, {d: step.bytes_per_param for d, step in recorded.items()},
+                             {d: step.theory / step.numel for d, step in recorded.items()}))
+    return state_sheet(rows)
+
+
+def state_sheet(rows):
+    """Make the table of StateRows."""
+    def counted(row, d):
+        is_padded = abs(row.counted[d] - row.theory[d]) > 0.01 * row.theory[d]
+        return Marked(row.counted[d], f"\n({row.theory[d]:.2f})") if is_padded else row.counted[d]
+    return sheet_of(
+        "Model state, bytes a parameter, by number of ranks", rows, {
+            "name": names(title="parameters/gradients"), "formula": column("formula", "formula", form=TEXT),
+            **{f"{d}": column(f"d = {d}", lambda row, d=d: counted(row, d), "counted", ".2f")
+               for d in rows[0].counted}},
+        ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
+
+
+def gathered(model):
+    """Make the table of elements that a step gathers, padding included, over those that the model has."""
+    def over_numel(row_id, d):
+        recorded = record(row_id, models.NAMED[model], d)
+        return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
+    return sheet_of(
+        "Elements gathered per step, over the model's", GATHERED, {
+            "name": names(str),  # a row is its own name
+            **{f"{d}": column(f"d = {d}", lambda name, d=d: over_numel(GATHERED[name], d), "counted", ".2f")
+               for d in STATE_RANKS}},
+        ["What is above 1.00 is padding."])
+
+
+class CapRow(NamedTuple):
+    """Stage 4's default bucket for a model: sizes in bytes, and bytes per parameter of its two bucket buffers."""
+    model: str
+    model_bytes: int
+    sizes: list  # of the buckets
+    b_native: float
+    b_exchanged: float
+
+
+def cap_rows(d):
+    """Return a CapRow for each model, nano … large."""
+    rows = []
+    for name in MODELS:
+        native, exchanged = (record(RowId(row_names.OVERLAP), models.NAMED[name], d, transport=transport)
+                             for transport in (None, Exchange))
+        rows.append(CapRow(name, FP32_BYTES * native.numel, native.gathered(), native.held["buffers"] / native.numel,
+                           exchanged.held["buffers"] / exchanged.numel))
+    return rows
+
+
+def caps(d=2):
+    """Make the table of stage 4's default bucket, and of what its two buffers hold."""
+    return sheet_of(
+        f"The default bucket of stage 4, fp32, {d} ranks", cap_rows(d), {
+            "model": names("model", "model"),
+            "model_mb": column("model\nMB", "model_bytes", "counted", ",.1f", unit=1e6),
+            "buckets": column("buckets\n", lambda row: len(row.sizes), "counted"),
+            "median_mb": column("their MB,\nmedian", lambda row: statistics.median(row.sizes), "counted", ".1f",
+                                unit=1e6),
+            "largest_mb": column("\nlargest", lambda row: max(row.sizes), "counted", ".1f", unit=1e6),
+            "native": column("b, native\n", "b_native", "counted", ".2f"),
+            "exchanged": column("b, exchanged\n", "b_exchanged", "counted", ".2f"),
+            "bytes": column("bytes a\nparameter", lambda row: 4 + 12 / d + row.b_native, "counted", ".2f")},
+        ["b: bytes a parameter of the two bucket buffers, with a native reduce-scatter (NCCL), or where parts are "
+         "exchanged (gloo). The last column: 4 + 12/d + b, native; stages 1 to 3 hold 8 + 8/d."])

@@ -1,0 +1,288 @@
+"""Plans before you rent: what a rank of 1024 holds, how long a step takes, how far estimates are from real runs."""
+
+import functools
+import gc
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from harness.planning import alone
+from harness.planning.replay import DEVICES, add_published, published, replay
+from harness.publishing import pictures, row_names
+from harness.publishing.results import RecordedStep, Report, made_here, to_json
+from harness.publishing.row_names import HasRowId, RowId
+from harness.publishing.tables import column, label_of, names, sheet_of, sheet_text
+from harness.ranks import command_line
+from harness.ranks.command_line import COUNT, number
+from harness.training import models
+from harness.training import rows as catalogue
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ROWS = {"fp32": [*row_names.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
+STAGE_4 = {row_names.OVERLAP, row_names.STAGE_4_BF16, row_names.HYBRID_BF16}  # rows whose bucket sizes get a table
+BUCKETED = STAGE_4 | {row_names.REFERENCE, "ddp bf16"}
+RANKS = (1, 8, 64, 1024)  # numbers of ranks for which all rows are counted
+CAPS_MB = (None, 100, 400, 1600, 6400)  # bucket sizes that are tried; None: the default, which is at most 25
+AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
+MICRO_BATCHES = 8  # of the step that accumulates
+EFFICIENCY = 0.4  # assumed part of a device's FLOPs that computing reaches
+SLOWEST_DRAWN = 4  # times the fastest step: longer ones would leave no room in the picture for the others
+HELD_TITLES = {"parameters": "params", "gradients": "grads", "main parameters": "main", "state": "moments",
+               "buffers": "buffers"}  # kind of memory -> title of its column
+
+
+@dataclass
+class PlanRow(HasRowId):
+    """What is counted and modelled of a row, at --world ranks unless a comment says "by number of ranks"."""
+    base: str
+    bucket_mb: float | None
+    formula: str  # of bytes per parameter
+    held: dict  # bytes on rank 0 after a step, by kind
+    padding: float  # those of these bytes that the formula doesn't have
+    peak: float  # the most bytes on rank 0 at one moment of a step
+    fits_from: int  # number of ranks from which on the row fits into a device; 0: with no number
+    counted: dict  # bytes per parameter, by number of ranks
+    theory: dict  # the same by the formula
+    ms: dict  # of a micro-batch, by number of ranks
+    once_ms: float  # of one of MICRO_BATCHES, if gradients are exchanged once per step
+    each_ms: float  # of one of MICRO_BATCHES, if each exchanges gradients
+    step: RecordedStep  # modelled
+
+
+@dataclass
+class SizeRow(HasRowId):
+    """A bucket size that was tried. `saves_memory`: see Planner."""
+    base: str
+    bucket_mb: float | None
+    ms: float
+    peak: float
+    saves_memory: bool
+
+
+class Planner:
+    """Chooses bucket sizes, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of all that was run dry."""
+
+    def __init__(self, args, recorded=()):
+        self.args = args
+        self.recorded = dict(recorded)
+        self.device_bytes = args.device_memory * 1e9
+        flops = DEVICES[args.device].flops * EFFICIENCY
+        if args.dtype == "fp32":  # TF32 has half the rate of 16 bits
+            flops /= 2
+        self.hardware = DEVICES[args.device]._replace(flops=flops, sharing=args.tensor_parallel)
+
+    def ms(self, row_id, d, micro_batches=None, exchange_each=False):
+        """Model the ms of a micro-batch. A step has `micro_batches` of them, or else --accumulate."""
+        n = micro_batches or self.args.accumulate
+        return 1e3 * replay(self.recorded[row_id, d].events, self.hardware, d, n, exchange_each).seconds / n
+
+    def sizes(self, base):
+        """Return a RowId for each bucket size that is tried, in order of size; a row without buckets has one RowId."""
+        if base not in BUCKETED:
+            return [RowId(base)]
+        caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
+        return [RowId(base, cap_mb) for cap_mb in caps_mb]
+
+    def saves_memory(self, row_id):
+        """Return whether the buffers, stage 4's two for example, take at most half of what all gradients would."""
+        held = self.recorded[row_id, self.args.world].held
+        return held["buffers"] <= held["parameters"] / 2  # gradients take as much as parameters: they have one dtype
+
+    def best_size(self, base):
+        """Return the RowId of the smallest bucket size that saves memory, fits, and is as fast as any of these.
+
+        If none saves memory, all sizes are candidates; if none of the candidates fits, all of them are.
+        """
+        sizes = [row_id for row_id in self.sizes(base) if self.saves_memory(row_id)] or self.sizes(base)
+        fitting = [row_id for row_id in sizes if self.recorded[row_id, self.args.world].peak <= self.device_bytes]
+        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}
+        return next(row_id for row_id in ms if ms[row_id] <= AS_FAST * min(ms.values()))
+
+    def row(self, row_id, ranks):
+        world = self.args.world
+        recorded = {d: self.recorded[row_id, d] for d in ranks}
+        at_world = recorded[world]
+        too_few = max((d for d in ranks if recorded[d].peak > self.device_bytes), default=0)
+        return PlanRow(
+            *row_id, formula=formula_of(row_id), held=at_world.held,
+            padding=sum(at_world.held.values()) - at_world.theory, peak=at_world.peak,
+            fits_from=next((d for d in ranks if d > too_few), 0),
+            counted={d: step.bytes_per_param for d, step in recorded.items()},
+            theory={d: step.theory / step.numel for d, step in recorded.items()},
+            ms={d: self.ms(row_id, d) for d in ranks}, once_ms=self.ms(row_id, world, MICRO_BATCHES),
+            each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
+            step=replay(at_world.events, self.hardware, world, self.args.accumulate))
+
+    def size_row(self, row_id):
+        return SizeRow(*row_id, self.ms(row_id, self.args.world), self.recorded[row_id, self.args.world].peak,
+                       self.saves_memory(row_id))
+
+
+def formula_of(row_id):
+    """Write bytes per parameter, such as "4 + 12/d + b"; b: stage 4's two bucket buffers."""
+    configuration = catalogue.find(*row_id)
+    terms = [f"{configuration.whole:g}"]  # `whole` is on each rank, `shared` is divided by d
+    if configuration.shared:
+        terms.append(f"{configuration.shared:g}/d")
+    if row_id.base in STAGE_4:
+        terms.append("b")
+    return " + ".join(terms)
+
+
+def plan(args, workers):
+    """Count and time all rows at several d, and the step at --world. Returns a Report. `workers` run the rows dry."""
+    planner, bases = Planner(args), ROWS[args.dtype]
+    ranks = [*(d for d in RANKS if d < args.world), args.world]
+    cost = workers.submit(alone.cost_of, args.spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
+
+    def run_dry(tasks):
+        futures = {(row_id, d): workers.submit(alone.record, row_id, args.spec, d, cost) for row_id, d in tasks}
+        planner.recorded.update((task, future.result()) for task, future in futures.items())
+    run_dry((row_id, args.world) for base in bases for row_id in planner.sizes(base))
+    row_ids = [planner.best_size(base) for base in bases]
+    run_dry((row_id, d) for row_id in row_ids for d in ranks[:-1])
+    rows = [planner.row(row_id, ranks) for row_id in row_ids]
+    sizes = [planner.size_row(row_id) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)]
+    numel = planner.recorded[row_ids[-1], args.world].numel
+    assumed = SimpleNamespace(**vars(args), **planner.hardware._asdict(), parameters=numel,
+                              activations=cost.activations, efficiency=EFFICIENCY)
+    return report_of(made_here(), assumed, rows, sizes)
+
+
+# ---------------------------------------------------------------------------------------------- Its tables and pictures
+
+
+def report_of(origin, assumed, rows, sizes):
+    """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
+    stage4 = next(row for row in rows if row.base in STAGE_4)
+    title = (f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, "
+             f"{assumed.batch_size} x {assumed.sequence_length}")
+    return Report(origin, {
+        "memory": memory_sheet(assumed, rows), "state": alone.state_sheet(rows), "time": time_sheet(assumed, rows),
+        "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)},
+        figures={"buckets of stage 4": stage4.size}, steps=steps_to_draw(rows), title=title)
+
+
+def memory_sheet(assumed, rows):
+    """Make the table of what a rank holds."""
+    return sheet_of(
+        f"GB on a rank of {assumed.world}: {assumed.model}, {assumed.parameters:,} parameters a rank", rows, {
+            "name": names(lambda row: label_of(row).replace("\n  ", "\n")),  # narrower: without label_of's indent
+            **{kind: column(HELD_TITLES[kind], lambda row, kind=kind: row.held[kind], "counted", ".2f", unit=1e9)
+               for kind in rows[0].held},
+            "padding": column("padding", "padding", "counted", ".2f", unit=1e9),
+            "activations": column("activ.", lambda row: assumed.activations, "counted", ".2f", unit=1e9),
+            "peak": column("peak", "peak", "counted", ".2f", unit=1e9),
+            "fits_from": column("fits\nfrom d", lambda row: row.fits_from or None, "counted")},
+        ["After a step, on rank 0. main: fp32 copies of 16-bit parameters. padding: what is more than the formula. "
+         f"activ.: of a micro-batch of {assumed.batch_size} x {assumed.sequence_length}. peak: the most at one moment "
+         f"of a step. fits from d: from this number of ranks on the peak is at most {assumed.device_memory:g} GB; "
+         "torch's allocator takes more, and stage 4 that accumulates in no_sync() whole gradients."],
+        row_key=lambda row: row.base)
+
+
+def time_sheet(assumed, rows):
+    """Make the table of a step at --world."""
+    c = assumed  # short, for the note below
+    tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
+    return sheet_of(
+        f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows, {
+            "name": names(), "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
+            "exposed": column("exposed\nms", lambda row: 1e3 * row.step.exposed_seconds, "modelled", ",.0f"),
+            "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
+            # These two share a heading: "1 of 8: once, each".
+            "once": column(f"1 of {MICRO_BATCHES}:\nonce", "once_ms", "modelled", ",.0f"),
+            "each": column("\neach", "each_ms", "modelled", ",.0f"),
+            "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
+        [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
+         f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
+         f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
+         f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
+         f"nothing. {c.accumulate} micro-batch(es) a step. 1 of 8: ms of one of eight micro-batches, with one exchange "
+         "a step, as in no_sync(), or with one each."], row_key=lambda row: row.base)
+
+
+def ranks_sheet(assumed, rows):
+    """Make the table of time by number of ranks."""
+    return sheet_of(
+        "ms a micro-batch, by number of ranks", rows, {
+            "name": names(), **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f")
+                                for d in rows[0].ms if d > 1}},
+        [f"Buckets are those that are best on {assumed.world}."], row_key=lambda row: row.base)
+
+
+def sizes_sheet(assumed, rows):
+    """Make the table of the bucket sizes that were tried."""
+    return sheet_of(
+        f"Sizes of buckets: {assumed.model} on {assumed.world} ranks", rows, {
+            "name": names("base"),
+            "size": column("bucket", lambda row: row.size if row.saves_memory else f"{row.size} *"),
+            "ms": column("ms\n", "ms", "modelled", ",.0f"),
+            "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
+        ["Taken: the smallest that is at most 2 % slower than the fastest."],
+        ["* not taken: two such buffers exceed half of all gradients."])
+
+
+def steps_to_draw(rows):
+    """Return {name of the row: step}, without steps that are much longer than the fastest."""
+    longest = SLOWEST_DRAWN * min(row.step.seconds for row in rows)
+    return {row.name: row.step for row in rows if row.step.seconds <= longest}
+
+
+fail = functools.partial(command_line.fail, "plan")
+SIZE = number(float, 0.001, 10**6)
+
+
+def gigabytes(text):
+    """Parse "80g"."""
+    return SIZE(text.removesuffix("g"))
+
+
+def parse():
+    parser = command_line.Parser("plan", __doc__)
+    add = parser.add_argument
+    add("--model", default="7b", choices=models.NAMED, help="(default 7b)")
+    add("--layers", type=number(int, 0, 1000), default=0, metavar="N", help="in place of --model: layers of a LLaMA")
+    add("--width", type=number(int, 0, 2**17), default=0, metavar="N", help="of that LLaMA, a multiple of 128")
+    add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
+    add("--device", choices=DEVICES, default="h100", help="(default h100)")
+    add("--device-memory", type=gigabytes, default=80.0, metavar="80g", help="of one device (default 80g: 10⁹ bytes)")
+    add("--batch-size", type=COUNT, default=1, help="sequences of a micro-batch (default 1)")
+    add("--sequence-length", type=COUNT, default=1024, help="tokens of a sequence (default 1024)")
+    add("--accumulate", type=COUNT, default=1, help="micro-batches a step, exchanged once (default 1)")
+    add("--tensor-parallel", type=COUNT, default=1, help="devices that share each layer of a LLaMA (default 1)")
+    add("--bucket-cap-mb", type=SIZE, help="of stage 4 and DDP (default: the best of a few sizes)")
+    add("--check", action="store_true", help="also compare modelled with published runs")
+    add("--json", type=Path, metavar="PATH", help="write the result there as well")
+    args = parser.parse_args()
+    if args.width % 128 or (args.layers > 0) != (args.width > 0):
+        fail("--layers and --width: give both, and a width that is a multiple of 128")
+    spec = models.of_size(args.layers, args.width) if args.layers else models.NAMED[args.model]
+    if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
+        fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
+    if not spec.n_kv_heads and args.sequence_length > spec.positions:
+        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
+    if args.json:
+        command_line.check_writable("--json", args.json, fail)
+    args.model = f"a LLaMA of {args.layers} x {args.width}" if args.layers else args.model
+    args.spec = spec._replace(tensor_parallel=args.tensor_parallel)
+    return args
+
+
+def main():
+    args = parse()
+    # Without garbage collection, which would take a fifth of the time of a dry run.
+    with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
+        report = plan(args, workers)
+        if args.check:
+            add_published(report, workers.submit(published).result())
+    texts = [*(f"{sheet_text(sheet)}\n" for sheet in report.sheets.values()), pictures.text(list(report.steps.items()))]
+    command_line.write_and_show(args.json, to_json(report), fail, lambda: print("\n".join(texts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Says what is trained, on which text, and in which ways: the stages, the baseline, the peers."""

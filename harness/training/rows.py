@@ -1,0 +1,276 @@
+"""Lists the rows: each configuration to train by its name, with what it must agree with, send and hold."""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import stage4_overlap
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
+from harness.publishing.row_names import (
+    ALL_GATHER,
+    COMPUTE_ONLY,
+    DDP_BF16_SUM,
+    FSDP2,
+    GRAD_BUFFER,
+    HALF_OVERLAPS,
+    HYBRID_BF16,
+    HYBRID_RANKS,
+    NAIVE_BROADCAST,
+    OVERLAP,
+    OVERLAP_BF16,
+    REFERENCE,
+    REPLICATED,
+    STAGE_4_BF16,
+    ZERO,
+    RowId,
+)
+from harness.training.replicated import Training, bf16_sum, ddp_16bit, in_16_bits, in_ddp
+
+# ----------------- Ways to train the same model on the same data: build(model, AdamW's settings, bucket_mb) -> Training
+# `bucket_mb` is the size of a bucket in MiB; None is the default of what has buckets, and all that others are given.
+
+
+def compute_only(model, adamw, bucket_mb=None):
+    return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+
+
+def with_ddp(make, hook=None, is_alone=False):
+    """Let DDP average the gradients while backward runs, in buckets; `make(params, **adamw)` makes the optimizer.
+
+    `is_alone`: DDP has a gloo group of this rank alone, because it can't work with ranks whose messages go nowhere.
+    """
+    def build(model, adamw, bucket_mb=None):
+        group = {"process_group": dist.new_group([0], backend="gloo")} if is_alone else {}
+        return Training(model, in_ddp(model, bucket_mb, hook, **group), make(model.parameters(), **adamw))
+    return build
+
+
+def beneath_ddp(package):
+    """Let DDP average the gradients, and stage 1 or 2 update the parameters."""
+    return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw))
+
+
+ddp = with_ddp(torch.optim.AdamW)
+ddp_summed_in_bf16 = with_ddp(torch.optim.AdamW, hook=bf16_sum)
+
+
+def ddp_and_zero(model, adamw, bucket_mb=None, is_alone=False):
+    """Set up ZeroRedundancyOptimizer as its documentation says: each rank broadcasts the parameters that it updates.
+
+    With a bucket size ZeRO is tuned, too: the parameters of a rank are views of one tensor, which is sent as a whole.
+    """
+    def zero(params, **adamw):
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, parameters_as_bucket_view=bucket_mb is not None,
+                                       **adamw)
+    return with_ddp(zero, is_alone=is_alone)(model, adamw, bucket_mb)
+
+
+def fsdp2(reshard_after_forward):
+    """Set up FSDP2 as its documentation says: each block is a unit, and the rest of the model is the last one."""
+    def build(model, adamw, bucket_mb=None):
+        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
+    return build
+
+
+def stage(package, name="DistributedOptimizer", prefetch=False, **settings):
+    """Set up a stage by its class's `name`; "ShardedOptimizer" is a stage without its guard."""
+    def build(model, adamw, bucket_mb=None):
+        in_buckets = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+        optimizer = optimizer_class(package, name)(
+            model.parameters(), torch.optim.AdamW, **settings, **in_buckets, **adamw)
+        if prefetch:
+            optimizer.prefetch_params(model)
+        return Training(model, model, optimizer)
+    return build
+
+
+def hybrid(group_size):
+    """Set up stage 4 in groups of neighbours, replicated across them. `group_size(d)`: ranks that share a state."""
+    def build(model, adamw, bucket_mb=None):
+        d = dist.get_world_size()
+        shape = d // group_size(d), group_size(d)
+        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
+        return stage("variants.hybrid", prefetch=True, mesh=mesh)(model, adamw, bucket_mb)
+    return build
+
+
+def size_of_pairs(d):
+    """Return how many ranks share the state in the row `variants hybrid`: 2 where that leaves several groups, or 1."""
+    return 2 if d > 2 and d % 2 == 0 else 1
+
+
+def size_of_hybrid_groups(d):
+    """Return how many ranks share the state in make plan: HYBRID_RANKS, or fewer where d is no multiple of them."""
+    return math.gcd(HYBRID_RANKS, d)
+
+
+def same_bits(model, adamw, bucket_mb=None):
+    """Set up variants/same_bits.py with one leaf on each rank, which is as much work as in the other rows."""
+    return stage("variants.same_bits", prefetch=True, leaves=dist.get_world_size())(model, adamw, bucket_mb)
+
+
+def optimizer_class(package, name="DistributedOptimizer"):
+    return getattr(importlib.import_module(package), name)
+
+
+def by_muon_rows(name):
+    """Return a `build` that calls `name` of variants/muon_rows.py, imported only then: variants/ imports harness/."""
+    def build(model, adamw, bucket_mb=None):
+        return getattr(importlib.import_module("variants.muon_rows"), name)(model, adamw)
+    return build
+
+
+ddp_and_muon = by_muon_rows("ddp_and_muon")
+owner_reduce = stage("harness.training.owner_reduce", "OwnerReduce")
+overlap = stage(STAGE_4, prefetch=True)
+
+
+class Configuration(NamedTuple):
+    """A row. `sends` and the four costs below it are bytes per parameter, with AdamW.
+
+    A rank should send `sends` times (d-1)/d in a step. After a step it should hold `whole` + `shared` / d, gradients
+    included, besides the buffers of buckets. Where there are two optimizers, the parameters of the first one cost
+    `rest_whole` + `rest_shared` / d instead.
+    """
+    name: str
+    kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
+    build: Callable  # (model, AdamW's settings, bucket_mb=None) -> Training
+    sends: float
+    whole: float
+    shared: float = 0
+    rest_whole: float | None = None
+    rest_shared: float = 0
+    sharing: Callable = lambda d: d  # how many of d ranks share the state
+    starts_apart: bool = True  # other ranks start with other weights: the constructor broadcasts those of rank 0
+    dtype: str = "float32"  # of the parameters
+    reference: Callable = ddp  # builds the training that this one must agree with
+    has_buckets: bool = False  # of a size that may be chosen
+
+    def wire_bytes(self, numel, d):
+        return self.sends * numel * (d - 1) / d
+
+    def bytes_per_param(self, numel, d, optimizer):
+        optimizers = getattr(optimizer, "optimizers", [optimizer])
+        held = self.whole + self.shared / self.sharing(d)
+        if self.rest_whole is not None:
+            rest = self.rest_whole + self.rest_shared / d
+            n_rest = sum(param.numel() for group in optimizers[0].param_groups for param in group["params"])
+            held += (rest - held) * n_rest / numel  # the average over all elements
+        return held + sum(getattr(part, "bucket_buffer_bytes", 0) for part in optimizers) / numel
+
+
+# --------------------------------------------------------------------------- Stage 4 without one half of its overlap
+
+
+class LateSender(stage4_overlap.DistributedOptimizer):
+    """Is stage 4, except that no bucket is sent before the backward pass has ended."""
+
+    pass_has_ended = False
+
+    def send_full_buckets(self):
+        if self.pass_has_ended:
+            super().send_full_buckets()
+
+    def _finish_round(self):
+        self.pass_has_ended = True
+        super()._finish_round()
+        self.pass_has_ended = False
+
+
+LATE = stage(__name__, "LateSender"), stage(STAGE_4), stage(__name__, "LateSender", prefetch=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- The rows
+
+
+def variant(name, build=None, sends=8, whole=4, shared=12, **fields):
+    """Make the row of a file of variants/; by default it sends and holds what stage 4 does."""
+    build = build or stage(f"variants.{name}", prefetch=True)
+    return Configuration(f"variants {name}", "stage", build, sends, whole, shared, **fields)
+
+
+# With parameters in 16 bits, and AdamW on fp32 copies. Each divides and sums as its reference does.
+IN_BF16 = [
+    Configuration(f"{COMPUTE_ONLY} bf16", "floor", in_16_bits(alone=True), sends=0, whole=20, starts_apart=False,
+                  dtype="bfloat16", reference=in_16_bits()),
+    Configuration("stage 3 bf16/fp32", "stage", stage(STAGE_3, grad_dtype=torch.float32), sends=6, whole=6, shared=12,
+                  dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
+    Configuration("stage 3 bf16/bf16", "stage", stage(STAGE_3), sends=4, whole=4, shared=16, dtype="bfloat16",
+                  reference=in_16_bits(summed_in=None)),
+    # NCCL alone would sum in 16 bits.
+    Configuration(OVERLAP_BF16, "stage", stage(STAGE_4, prefetch=True, reduce_dtype=torch.float32), sends=4, whole=2,
+                  shared=16, dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
+]
+ROWS = [
+    Configuration(COMPUTE_ONLY, "floor", compute_only, sends=0, whole=16, starts_apart=False),
+    Configuration(REFERENCE, "reference", ddp, sends=8, whole=16, has_buckets=True),
+    Configuration("ddp + stage 1", "stage", beneath_ddp(STAGE_1), sends=12, whole=8, shared=8, has_buckets=True),
+    Configuration("ddp + stage 2", "stage", beneath_ddp(STAGE_2), sends=12, whole=8, shared=8, has_buckets=True),
+    Configuration(REPLICATED, "stage", stage("harness.training.replicated"), sends=8, whole=16),
+    Configuration(NAIVE_BROADCAST, "stage", stage(STAGE_1), sends=12, whole=8, shared=8),
+    Configuration(ALL_GATHER, "stage", stage(STAGE_2), sends=12, whole=8, shared=8),
+    Configuration(GRAD_BUFFER, "stage", stage(STAGE_3), sends=8, whole=8, shared=8),
+    Configuration(OVERLAP, "stage", overlap, sends=8, whole=4, shared=12, has_buckets=True),
+    Configuration(ZERO, "peer", ddp_and_zero, sends=12, whole=8, shared=8, has_buckets=True),
+    Configuration("owner reduce", "peer", owner_reduce, sends=8, whole=4, shared=12, has_buckets=True),
+    Configuration(FSDP2, "peer", fsdp2(reshard_after_forward=False), sends=8, whole=0, shared=16, starts_apart=False),
+    Configuration("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), sends=12, whole=0, shared=16,
+                  starts_apart=False),
+    Configuration("ddp again", "noise", ddp, sends=8, whole=16),
+    *IN_BF16,
+]
+# Shown where --rows asks for them.
+VARIANTS = [
+    variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8),
+    Configuration("ddp + muon", "peer", ddp_and_muon, sends=8, whole=12, rest_whole=16, starts_apart=False,
+                  reference=ddp_and_muon),
+    Configuration("variants muon", "stage", by_muon_rows("whole_matrices"), sends=8, whole=4, shared=8, rest_whole=4,
+                  rest_shared=12, reference=ddp_and_muon),
+    variant("hybrid", hybrid(size_of_pairs), sharing=size_of_pairs),
+    variant("wire16", sends=6, reference=in_16_bits(divided_in=torch.bfloat16)),
+    variant("moments16", shared=8, reference=in_16_bits(divided_in=torch.float32, moments_in=torch.bfloat16)),
+    variant("same_bits", same_bits),
+    variant("finite"),
+    variant("blocks"),
+    variant("offload", shared=16),
+    variant("remainder16", sends=4, whole=2, shared=14, dtype="bfloat16",
+            reference=in_16_bits(divided_in=torch.float32, ties_away=True)),
+    Configuration(DDP_BF16_SUM, "peer", ddp_summed_in_bf16, sends=4, whole=16,
+                  reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
+]
+# Measured on two hosts: they show how much time each half of the overlap saves.
+HALVES = [Configuration(name, "stage", build, sends=8, whole=4, shared=12, has_buckets=True)
+          for name, build in zip(HALF_OVERLAPS, LATE)]
+# Rows of make plan: with 16-bit parameters, for GPUs.
+PLANNED = [
+    Configuration("ddp bf16", "stage", ddp_16bit, sends=4, whole=20, dtype="bfloat16", has_buckets=True),
+    Configuration("owner reduce bf16", "stage", owner_reduce, sends=4, whole=2, shared=6, dtype="bfloat16",
+                  has_buckets=True),
+    Configuration("stage 1 bf16", "stage", stage(STAGE_1), sends=4, whole=4, shared=4, dtype="bfloat16"),
+    Configuration("stage 2 bf16", "stage", stage(STAGE_2), sends=4, whole=4, shared=4, dtype="bfloat16"),
+    *IN_BF16[1:3],
+    Configuration(STAGE_4_BF16, "stage", overlap, sends=4, whole=2, shared=16, dtype="bfloat16", has_buckets=True),
+    Configuration(HYBRID_BF16, "stage", hybrid(size_of_hybrid_groups), sends=4, whole=2, shared=16, dtype="bfloat16",
+                  sharing=size_of_hybrid_groups, has_buckets=True),
+]
+
+
+def find(base, bucket_mb=None):
+    """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: of its default size."""
+    found = next((row for row in [*ROWS, *HALVES, *PLANNED, *VARIANTS] if row.name == base), None)
+    if found is None or (bucket_mb is not None and not found.has_buckets):
+        raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
+    if bucket_mb is None:
+        return found
+    kind = "peer" if found.kind == "reference" else found.kind  # the reference is the row with the default size
+    return found._replace(kind=kind, build=functools.partial(found.build, bucket_mb=bucket_mb))
