@@ -16,7 +16,7 @@ from multiprocessing.managers import BaseManager
 import pytest
 import torch
 
-from harness import FOUR, TWO
+from harness import STAGE_2, STAGE_4
 from harness.ranks.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES, in_groups_of_its_own
 
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc):
     sizes = [1, 2, 3, 4] if "any_size" in marks else [2, 3]
     if metafunc.config.getoption("--gpu"):
         sizes = [1, 2]
-    stages = [TWO, FOUR] if "shared_guard" in marks else STAGES
+    stages = [STAGE_2, STAGE_4] if "shared_guard" in marks else STAGES
     for name, values in {"stage": metafunc.config.getoption("--stage") or stages,
                          "world_size": metafunc.config.getoption("--ranks") or sizes}.items():
         is_chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))

@@ -40,7 +40,7 @@ from .groups import (
     share_attributes,
 )
 from .hooks import GLOBAL_HOOKS, call_hooks_around_step, closure_returns, without_global_hooks
-from .refuse import checked_groups, divisor_of, silence_torch
+from .refuse import callable_or_refusal, checked_groups, divisor_of, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
 from .schema import schema_of
 from .skipping import found_inf
@@ -67,10 +67,7 @@ class Guarded(torch.optim.Optimizer):
         watch_torch(self)
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core, whose step ours ends in
-        if not callable(optimizer_cls):
-            raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
-                            f"{type(optimizer_cls).__name__}")
-        self.make_optimizer = functools.partial(optimizer_cls, **optimizer_kwargs)
+        self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)
 

@@ -68,6 +68,15 @@ def checked_groups(optimizer, params, settings):
     return groups
 
 
+def callable_or_refusal(optimizer_cls):
+    """Return `optimizer_cls`; if it is no class, a function that raises TypeError, as what the ranks agree on does."""
+    def refuse(*_, **__):
+        raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
+                        f"{type(optimizer_cls).__name__}")
+
+    return optimizer_cls if callable(optimizer_cls) else refuse
+
+
 def backends_of(process_group):
     """Return {device type: backend}, such as {"cpu": "gloo"}. A group made without a backend's name has several."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))

@@ -17,7 +17,6 @@ STAGE_2 = "stage2_allgather"
 STAGE_3 = "stage3_gradbuffer"
 STAGE_4 = "stage4_overlap"
 STAGES = STAGE_1, STAGE_2, STAGE_3, STAGE_4
-ONE, TWO, THREE, FOUR = STAGES  # the names in tests that are not renamed yet
 
 if sys.argv[0] == "-m":  # Python's, while it looks for the module of `python -m harness.…`
     command_line.begin()

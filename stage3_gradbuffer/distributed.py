@@ -80,9 +80,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             for r, main in zip(buffer.ranges, buffer.main_params):
                 yield buffer.params[r.index], r.start, r.stop, main
 
-    def _buffers_in_words(self):
-        return f"; gradient buffers: {len(self.buffers)}, {sum(buffer.flat.nbytes for buffer in self.buffers):,} bytes"
-
     def move_to(self, process_group):
         """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
         for buffer in self.buffers:

@@ -106,8 +106,7 @@ class GuardedBucket(Bucket):
 
     def finish_param_sync(self):
         was_in_flight = self.param_sync is not None
-        waiting = named(f"{self.name}: wait") if was_in_flight else contextlib.nullcontext()
-        with torch._C.DisableTorchFunctionSubclass(), waiting:  # or this would wait for itself
+        with torch._C.DisableTorchFunctionSubclass(), named(f"{self.name}: wait"):  # or this would wait for itself
             super().finish_param_sync()
         if was_in_flight:
             for param in self.params:

@@ -201,11 +201,11 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         """Return the number of leaves: `average_over`, a number or the leaves of a group, then divides their sum."""
         return self.leaves
 
-    def _average_grads(self, arguments):
-        """Average as stage 4 does, after the ranks have compared how many backward passes they ran."""
+    def _before_average(self, arguments):
+        """Agree as stage 4 does, and also on how many backward passes each rank has run."""
         rounds, n_own = self._rounds, len(self.own_leaves())
         n_passes = n_own if rounds.is_synced else rounds.n - rounds.n_dropped + int(rounds.is_open)
-        was_new = super()._average_grads({**arguments, "backward passes since the last step": n_passes})
+        was_new = super()._before_average({**arguments, "backward passes since the last step": n_passes})
         if n_passes != n_own:
             self.zero_grad()
             raise RuntimeError(f"{n_passes} backward passes since the last step: each rank computes {n_own} of "

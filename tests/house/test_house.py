@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from guard.guarded import Guarded
-from harness import FOUR, ONE
+from harness import STAGE_1, STAGE_4
 from harness.publishing.stages import CORE, code_lines, parts_of, show_difference
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
@@ -77,8 +77,8 @@ def test_train_differs_in_the_import_and_the_prefetch_only():
     first, *others = ((ROOT / stage / "train.py").read_text().splitlines() for stage in STAGES)
     for stage, other in zip(STAGES[1:], others):
         changed = [line.split("#")[0].rstrip() for line in difflib.ndiff(first, other) if line[0] in "+-"]
-        prefetch = ["+     optimizer.prefetch_params(model)"] if stage == FOUR else []
-        assert changed == [f"- from {ONE} import DistributedOptimizer",
+        prefetch = ["+     optimizer.prefetch_params(model)"] if stage == STAGE_4 else []
+        assert changed == [f"- from {STAGE_1} import DistributedOptimizer",
                            f"+ from {stage} import DistributedOptimizer", *prefetch]
 
 

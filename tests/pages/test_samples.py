@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import THREE
+from harness import STAGE_3
 from tests.common import STAGES
 from tests.pages import PAGES, Page
 from tests.ranks import ROOT, run_ranks
@@ -128,7 +128,7 @@ def stage_4(rank):
 
 
 def rung_between(rank):
-    names, model = names_of(f"{THREE}/README.md", "# not in the core"), Loss()
+    names, model = names_of(f"{STAGE_3}/README.md", "# not in the core"), Loss()
     for batch in batches_of(rank.rank):
         model(batch).backward()
         names["step"](list(model.parameters()), 0.1, rank.rank, rank.world_size)

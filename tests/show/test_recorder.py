@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from harness import FOUR, STAGES, THREE
+from harness import STAGE_3, STAGE_4, STAGES
 from show import __main__ as command
 from show import frames, page, record, replicated
 from show.frames import Memory
@@ -71,7 +71,7 @@ def test_the_page_holds_what_the_core_does(run, id, world_size):
 
 @pytest.mark.parametrize("world_size", [4])
 def test_after_sync_grads_what_a_rank_doesnt_step_is_garbage(run, world_size):
-    recording = recorded(run, world_size, THREE)
+    recording = recorded(run, world_size, STAGE_3)
     for rank, cells in enumerate(cells_of(recording, "GradBuffer.flat", last_frame_of(recording, "sync_grads"))):
         own = range(4 * rank, 4 * rank + 4)
         assert [(value, kind) for value, kind, *_ in cells if kind != "garbage"] == [(151 + e, "average") for e in own]
@@ -83,7 +83,7 @@ def test_after_sync_grads_what_a_rank_doesnt_step_is_garbage(run, world_size):
 
 @pytest.mark.parametrize("world_size", [4])
 def test_stage_4_sends_two_buckets_during_backward_and_receives_parameters_during_forward(run, world_size):
-    recording = recorded(run, world_size, FOUR)
+    recording = recorded(run, world_size, STAGE_4)
     in_flight = {"backward": [], "forward": []}
     for index, frame in enumerate(recording["frames"]):
         in_flight.setdefault(frame["phase"], []).append([
@@ -99,7 +99,7 @@ def test_stage_4_sends_two_buckets_during_backward_and_receives_parameters_durin
 @pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("settings", [{"params": (3, 13)}, {"optimizer": "sgd", "steps": 2}], ids=str)
 def test_a_run_can_be_varied(run, world_size, settings):
-    recording = recorded(run, world_size, THREE, **settings)
+    recording = recorded(run, world_size, STAGE_3, **settings)
     n_steps = settings.get("steps", 1)
     assert len(parameters(recording)[0]) == sum(recording["params"])
     assert parameters(recording)[0] == parameters(recording)[1]

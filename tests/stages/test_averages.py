@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness import ONE, STAGES, THREE
+from harness import STAGE_1, STAGE_3, STAGES
 from tests.common import error_of, no_sync_if, on_ranks
 from tests.pairs import parameter_of, sgd_of
 
@@ -58,7 +58,7 @@ def test_average_over_is_a_group_or_a_number_and_the_same_everywhere(rank, stage
     error = error_of(lambda: sgd_of(stage, [weight], average_over=average_over), ValueError)
     assert ("average_over is 1 on rank 0 and 2 on rank 1" if bad == "other" else f"average_over is {bad}: it") in error
     assert weight.eq(1 + rank.rank).all()
-    if stage == ONE:
+    if stage == STAGE_1:
         error = error_of(lambda: sgd_of(stage, [weight], average_over=2, average_gradients=False), ValueError)
         assert "DDP has divided" in error
 
@@ -71,7 +71,7 @@ def test_gradients_that_come_after_a_scaled_average_are_refused(rank, stage, dro
     weight.sum().backward()
     assert optimizer.clip_grad_norm_(1e6).item() == pytest.approx(2 * 8)
     assert optimizer.clip_grad_norm_(1e6).item() == pytest.approx(2 * 8)  # not twice as much
-    words = "the buffer holds" if stage == THREE else "divided by average_over already"
+    words = "the buffer holds" if stage == STAGE_3 else "divided by average_over already"
     assert words in error_of(weight.sum().backward)
     if stage in STAGES[:2]:  # a group, too, would let all be averaged again
         group = {"params": [parameter_of(0, rank)]}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guard.chained import Chained
-from harness import FOUR, STAGES
+from harness import STAGE_4, STAGES
 from tests.common import error_of, on_ranks, optimizer_of
 from tests.pairs import Pair, parameter_of, sgd_of
 
@@ -124,7 +124,7 @@ def test_a_chain_has_what_an_optimizer_has(rank, stage):
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).to(rank.device)
     chain = Chained(*(sgd_of(stage, layer.parameters()) for layer in model))
     before = [param.detach().clone() for param in model.parameters()]
-    assert len(chain.prefetch_params(model)) == (3 if stage == FOUR else 0)  # a hook for each module
+    assert len(chain.prefetch_params(model)) == (3 if stage == STAGE_4 else 0)  # a hook for each module
 
     def closure(factor=1.0):
         (factor * sum(param.sum() for param in model.parameters())).backward()

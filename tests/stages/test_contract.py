@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from harness import FOUR
+from harness import STAGE_4
 from tests.common import OPTIMIZERS, STAGES, Net, batch, loss_of, on_ranks, optimizer_of, trainable
 from tests.pairs import ADAMW, SGD, UNFUSED, Pair, assert_same, backward, exact, parameter_of, sgd_of, train
 
@@ -36,8 +36,8 @@ def test_equals_replicated_training(rank, stage, how, name):
     assert not any(map(torch.equal, trainable(pair.model), before))
 
 
-GRAPHS = [*((stage, {}) for stage in STAGES), (FOUR, {"prefetch": True}),
-          (FOUR, {"prefetch": True, "own": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}})]
+GRAPHS = [*((stage, {}) for stage in STAGES), (STAGE_4, {"prefetch": True}),
+          (STAGE_4, {"prefetch": True, "own": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}})]
 
 
 @pytest.mark.parametrize("stage, how", GRAPHS)

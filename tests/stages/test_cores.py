@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness import FOUR, ONE, THREE, TWO
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
 from stage3_gradbuffer.buffer import padded_numel, param_starts, ranges_in_shard
@@ -62,7 +62,7 @@ def test_a_core_equals_replicated_training(run, stage, name, groups, micro_batch
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_prefetch_in_the_core(run, micro_batches):
-    run(equals_replicated, FOUR, "AdamW", nn.Module.parameters, True, micro_batches)
+    run(equals_replicated, STAGE_4, "AdamW", nn.Module.parameters, True, micro_batches)
 
 
 @on_ranks(2)
@@ -73,7 +73,7 @@ def test_what_a_step_of_a_core_leaves_of_gradients(rank, stage):
     for _ in range(2):
         weight.sum().backward()
         optimizer.step()
-    assert weight[0] in {ONE: [-3.0], TWO: [-3.0], THREE: [-2.0], FOUR: [-2.0]}.get(stage, [-2.0, -3.0])
+    assert weight[0] in {STAGE_1: [-3.0], STAGE_2: [-3.0], STAGE_3: [-2.0], STAGE_4: [-2.0]}.get(stage, [-2.0, -3.0])
 
 
 @on_ranks(shapes=[[()], [(1,)], [(3,), (2, 1)], [(0,), (7,)]])
@@ -89,7 +89,7 @@ def test_the_state_of_a_core_is_spread(rank, stage):
 # ------------------------------------------------------------------------------------------- what one stage alone does
 
 
-@pytest.mark.parametrize("stage", [ONE, TWO])
+@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2])
 @on_ranks(2)
 def test_the_largest_parameter_goes_first_to_the_rank_that_owns_least(rank, stage):
     params = [nn.Parameter(torch.zeros(numel)) for numel in (11, 35, 12)]
@@ -99,7 +99,7 @@ def test_the_largest_parameter_goes_first_to_the_rank_that_owns_least(rank, stag
 @on_ranks(2)
 def test_the_buffer_of_the_core_holds_five_things_in_turn(rank):
     weight = nn.Parameter(torch.arange(21.0))
-    optimizer = core_of(THREE)([weight], torch.optim.SGD, lr=1.0)
+    optimizer = core_of(STAGE_3)([weight], torch.optim.SGD, lr=1.0)
     buffer = optimizer.buffers[0]
     address, seen = buffer.flat.data_ptr(), [buffer.holds.name]
     weight.sum().backward()
@@ -126,7 +126,7 @@ def test_a_step_of_the_core_allocates_nothing_after_the_first(d, dtype, grad_dty
     """Count every byte, without messages, because gloo's own reduce-scatter makes a copy."""
     with one_rank_of(d), Memory("cpu") as memory:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)
-        optimizer = of(THREE)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)
+        optimizer = of(STAGE_3)(model.parameters(), torch.optim.AdamW, grad_dtype=grad_dtype, fused=True)
         for step in range(3):
             model(torch.ones(2, 64, dtype=dtype)).sum().backward()
             memory.reset_peak()
@@ -143,7 +143,7 @@ def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(
     travelling, left = [], []
     for layer in layers:  # before the optimizer's
         layer.weight.register_post_accumulate_grad_hook(lambda _: travelling.append(len(optimizer.travelling)))
-    optimizer = core_of(FOUR)(layers.parameters(), torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    optimizer = core_of(STAGE_4)(layers.parameters(), torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
     send_grads = optimizer.send_grads
     optimizer.send_grads = lambda bucket: (left.append(optimizer.buckets.index(bucket)), send_grads(bucket))
     before = [layer.weight.detach().clone() for layer in layers]
@@ -162,7 +162,7 @@ def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(
 def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank, numels):
     """What is read first leaves first: each of 2 ranks has half of a parameter. A message has a MiB at most."""
     params = [nn.Parameter(torch.zeros(numel)) for numel in numels]
-    optimizer = core_of(FOUR)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    optimizer = core_of(STAGE_4)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
     with Ledger() as ledger:
         sum(param.sum() for param in params).backward()
         optimizer.step()
@@ -178,7 +178,7 @@ def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank, 
 def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
     """Prefetched, and read by no forward pass since: the next step changes the memory that is sent from."""
     params = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(4))
-    optimizer = core_of(FOUR)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
+    optimizer = core_of(STAGE_4)(params, torch.optim.SGD, lr=1.0, bucket_cap_mb=1e-6)
     optimizer.prefetch_params(params)
 
     def under_way():

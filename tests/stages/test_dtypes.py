@@ -7,7 +7,7 @@ That 16-bit parameters train as fp32 main parameters do is in test_drawn.py and 
 import pytest
 import torch
 
-from harness import FOUR, STAGES, THREE
+from harness import STAGE_3, STAGE_4, STAGES
 from harness.planning.alone import STATES, record
 from harness.training.options import NAMED
 from stage3_gradbuffer import DistributedOptimizer
@@ -53,7 +53,7 @@ def after_each_step(rank, stage, row, after_unscale, explodes, scale):
 UNSCALE = [None, lambda optimizer, model: optimizer.clip_grad_norm_(1e6),
            lambda optimizer, model: [param.grad.nan_to_num_(0, 0, 0) for param in model.parameters()]]
 CASES = [*((stage, (FP32, None), unscale) for stage in STAGES[:3] for unscale in UNSCALE),
-         (FOUR, (FP32, None), None), (THREE, (FP16, None), None), (THREE, (FP16, FP32), None)]
+         (STAGE_4, (FP32, None), None), (STAGE_3, (FP16, None), None), (STAGE_3, (FP16, FP32), None)]
 
 
 @on_ranks(3, case=CASES, explodes=[False, True])
@@ -74,12 +74,12 @@ def backward_inside(optimizer, loss):
 
 SEES_NONE = {  # stage, dtype, arguments; backward: of the optimizer, losses and rank
     # Those of 16-bit parameters are in main_grad: clipping would use scaled ones.
-    "main_grad": (THREE, FP16, {"grad_dtype": FP32}, lambda optimizer, losses, rank: losses[0].backward()),
+    "main_grad": (STAGE_3, FP16, {"grad_dtype": FP32}, lambda optimizer, losses, rank: losses[0].backward()),
     # One pass has left, and unscale_ finds the gradients of another, inside no_sync.
-    "of some": (FOUR, FP32, UNUSED, lambda optimizer, losses, rank: (
+    "of some": (STAGE_4, FP32, UNUSED, lambda optimizer, losses, rank: (
         losses[0].backward(), backward_inside(optimizer, losses[1]))),
     # Gradients have left on rank 0; the other ranks had none, and must hear of it.
-    "of a rank": (FOUR, FP32, UNUSED, lambda optimizer, losses, rank: rank == 0 and losses[0].backward()),
+    "of a rank": (STAGE_4, FP32, UNUSED, lambda optimizer, losses, rank: rank == 0 and losses[0].backward()),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_change_of_gradients_after_their_synchronization(rank, change):
     """16-bit gradients have been copied to fp32 ones by then: an error. fp32 ones are the buffer's own."""
     dtype, make_change, expected = CHANGES[change]
     weight, scaler = torch.nn.Parameter(torch.zeros(64, dtype=dtype)), scaler_of(rank, 4.0)
-    optimizer = sgd_of(THREE, [weight])
+    optimizer = sgd_of(STAGE_3, [weight])
     scaler.scale((weight * 5).sum()).backward()
     optimizer.finish_grad_sync()
     make_change(scaler, optimizer, weight)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from guard.chained import Chained
-from harness import FOUR, STAGES
+from harness import STAGE_4, STAGES
 from tests.common import Net, error_of, on_ranks, optimizer_of, trainable
 from tests.pairs import ADAMW, Pair, backward, parameter_of, sgd_of, train
 
@@ -77,7 +77,7 @@ def test_state_dicts_of_different_steps_are_refused_on_every_rank(rank, stage, g
     assert optimizer.state_dict()["n_steps"] == 2
 
 
-@pytest.mark.parametrize("stage", [FOUR])
+@pytest.mark.parametrize("stage", [STAGE_4])
 @on_ranks(2, name=["max_norm", "norm_type", "factor"])
 def test_arguments_that_differ_are_refused_on_every_rank(rank, stage, name):
     """In the message that stage 4 has anyway. The gradients are dropped, and the next step is as without that."""

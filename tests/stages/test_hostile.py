@@ -12,12 +12,12 @@ import re
 import pytest
 import torch
 
-from harness import FOUR, STAGES, THREE, TWO
+from harness import STAGE_2, STAGE_3, STAGE_4, STAGES
 from tests.common import Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import ADAMW, Pair, Replicated, assert_same, backward, exact, parameter_of, sgd_of
 from tests.stages.test_contract import Lamb
 
-UNUSED = {FOUR: {"find_unused_parameters": True}}
+UNUSED = {STAGE_4: {"find_unused_parameters": True}}
 
 
 SCRIPTS = {  # b: backward, s: step, z: zero_grad, c: clip, +: add_param_group -> where stages 1 and 2 arrive, 3, and 4
@@ -29,7 +29,7 @@ SCRIPTS = {  # b: backward, s: step, z: zero_grad, c: clip, +: add_param_group -
     "b+sz bs": (-2, -2, -2),
     "bc+sz bs": (-2, -2, -2),
 }
-@pytest.mark.parametrize("stage, finds_unused", [*((stage, False) for stage in STAGES), (FOUR, True)])
+@pytest.mark.parametrize("stage, finds_unused", [*((stage, False) for stage in STAGES), (STAGE_4, True)])
 @on_ranks(script=SCRIPTS)
 def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script):
     """Call methods in an odd order. Each backward pass adds a gradient of 1, and a step subtracts what there is.
@@ -39,7 +39,7 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
     between backward and step.
     """
     weight, added = parameter_of(0, rank), parameter_of(0, rank)
-    optimizer = sgd_of(stage, [weight], **(UNUSED[FOUR] if finds_unused else {}))
+    optimizer = sgd_of(stage, [weight], **(UNUSED[STAGE_4] if finds_unused else {}))
     calls = {
         "b": lambda: (weight.sum() + added.sum()).backward(),
         "s": optimizer.step,
@@ -50,9 +50,9 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
     has_gradient = False
     for letter in script.replace(" ", ""):
         refusal = None
-        if stage == FOUR and letter == "+":
+        if stage == STAGE_4 and letter == "+":
             refusal = "add_param_group() between backward() and step()"
-        elif stage == FOUR and letter in "sc" and not has_gradient and not finds_unused:
+        elif stage == STAGE_4 and letter in "sc" and not has_gradient and not finds_unused:
             refusal = "no gradient on some rank for parameter 0 of group 0"
         if refusal:
             before = weight.tolist()
@@ -74,7 +74,7 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
     (weight.sum() * (1 + rank.rank)).backward()
     optimizer.clip_grad_norm_(1e6)
     later = weight.sum() * (10 + 10 * rank.rank)
-    if stage == THREE:
+    if stage == STAGE_3:
         refusal = error_of(lambda: later.backward(retain_graph=True))
         assert "call step() or the optimizer's zero_grad() before backward()" in refusal
         assert "a backward pass after finish_grad_sync() was refused" in error_of(optimizer.step)
@@ -82,7 +82,7 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
         optimizer.zero_grad()
     later.backward()
     optimizer.step()
-    assert weight.unique().tolist() == [-15 if stage == THREE else -1.5 - 15]
+    assert weight.unique().tolist() == [-15 if stage == STAGE_3 else -1.5 - 15]
 
 
 SPOILT = [  # norm_type, whether the step is skipped, the value, and the parameter whose gradient it spoils
@@ -166,7 +166,7 @@ def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, afte
         a.grad = torch.ones_like(a)
     if after != "backward" or rank.rank == 1:
         b.grad = torch.full_like(b, 2.0 if after == "averaging" else 1.0 + 2 * rank.rank)
-    if stage == FOUR and after == "backward" or stage in (THREE, FOUR) and after == "averaging":
+    if stage == STAGE_4 and after == "backward" or stage in (STAGE_3, STAGE_4) and after == "averaging":
         assert "gradient of parameter b was assigned after" in error_of(optimizer.step)
         assert a.eq(0).all() and b.eq(0).all()
         optimizer.zero_grad()
@@ -199,7 +199,7 @@ def test_a_bad_group_is_refused_on_every_rank_and_leaves_no_trace(rank, stage, w
 @on_ranks(2)
 def test_an_optimizer_is_not_copied_but_its_model_is(rank, stage):
     """Copy the model while it has hooks and parameters are under way: the copy trains for itself."""
-    pair = Pair(rank, stage, prefetch=stage == FOUR)
+    pair = Pair(rank, stage, prefetch=stage == STAGE_4)
     pair.train(0)
     model, expected = pair.models
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -236,4 +236,4 @@ def test_optimizers_that_want_whole_tensors_are_right_in_stages_1_and_2(rank, st
 def test_every_optimizer_of_torch_that_steps_tensor_by_tensor_is_accepted():
     with one_rank_of(2):
         for name in "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split():
-            optimizer_of(TWO)([torch.nn.Parameter(torch.ones(3))], getattr(torch.optim, name))
+            optimizer_of(STAGE_2)([torch.nn.Parameter(torch.ones(3))], getattr(torch.optim, name))

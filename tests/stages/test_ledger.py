@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import FOUR, ONE, THREE, TWO
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from harness.measuring.ledger import Collective, Ledger, wire_bytes
 from tests.common import STAGES, on_ranks, optimizer_of
 
@@ -44,11 +44,11 @@ def test_a_step_sends_what_is_counted_by_hand(rank, stage):
 FLAGS = 4 * (2 * 3 + 2 + 2)  # stage 4, int32: used, what is wrong, for each parameter; rounds; settings twice
 GRADS, PADDED = 4 * 58, 4 * 96  # bytes in fp32; on 3 ranks 80 elements are padded to 96
 COLLECTIVES = {  # of a step on 3 ranks: kind -> (how many, bytes of their full tensors); and wire bytes of a rank
-    ONE: ({"all_reduce": (1, GRADS + 4 * 3), "broadcast": (3, GRADS)}, (2 * (GRADS + 4 * 3) + GRADS) * 2 / 3),
-    TWO: ({"all_reduce": (1, GRADS + 4 * 3), "all_gather": (1, 4 * 3 * 35)},
+    STAGE_1: ({"all_reduce": (1, GRADS + 4 * 3), "broadcast": (3, GRADS)}, (2 * (GRADS + 4 * 3) + GRADS) * 2 / 3),
+    STAGE_2: ({"all_reduce": (1, GRADS + 4 * 3), "all_gather": (1, 4 * 3 * 35)},
                 (2 * (GRADS + 4 * 3) + 4 * 3 * 35) * 2 / 3),
-    THREE: ({"reduce_scatter": (1, PADDED), "all_gather": (1, PADDED)}, 3 * PADDED * 2 / 3),
-    FOUR: ({"send": (2, PADDED * 2 // 3), "recv": (2, PADDED * 2 // 3), "all_reduce": (1, FLAGS),
+    STAGE_3: ({"reduce_scatter": (1, PADDED), "all_gather": (1, PADDED)}, 3 * PADDED * 2 / 3),
+    STAGE_4: ({"send": (2, PADDED * 2 // 3), "recv": (2, PADDED * 2 // 3), "all_reduce": (1, FLAGS),
                  "broadcast": (3, PADDED)}, (2 * PADDED + 2 * FLAGS) * 2 / 3),
 }
 
@@ -76,7 +76,7 @@ def test_wire_bytes_by_hand():
 def test_gradients_travel_once_however_often_the_norm_is_asked_for(rank, stage):
     """From stage 3 on a rank has the average of its shard only: the norm of each is gathered."""
     (once, _), (twice, _) = counted(rank, stage), counted(rank, stage, clips=2)
-    if stage in (THREE, FOUR):
+    if stage in (STAGE_3, STAGE_4):
         number, size = once.pop("all_gather", (0, 0))
         assert twice.pop("all_gather") == (number + 2, size + 2 * 4 * 2)  # a float of each of two ranks
     assert once == twice

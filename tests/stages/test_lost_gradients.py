@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from guard.chained import Chained
-from harness import FOUR, THREE
+from harness import STAGE_3, STAGE_4
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
 from tests.pairs import SMALL, parameter_of, sgd_of
 
 BF16 = {"dtype": torch.bfloat16}
 KINDS = {  # name -> package, dtype, arguments
     **{stage: (stage, torch.float32, {}) for stage in STAGES},
-    "stage 3, main_grad": (THREE, torch.bfloat16, {"grad_dtype": torch.float32}),
-    "stage 4, small buckets": (FOUR, torch.float32, SMALL),
+    "stage 3, main_grad": (STAGE_3, torch.bfloat16, {"grad_dtype": torch.float32}),
+    "stage 4, small buckets": (STAGE_4, torch.float32, SMALL),
     **{f"variants.{name}": (f"variants.{name}", torch.float32, {})
        for name in ("finite", "muon", "offload", "per_parameter", "wire16")},
     "variants.remainder16": ("variants.remainder16", torch.bfloat16, {}),
@@ -143,7 +143,7 @@ def test_a_loop_with_zero_grad_of_the_model_is_that_of_torch(rank, kind, situati
     """Drop gradients in each way, and take two steps: both networks are those of one process. chain: for each layer."""
     if (kind, situation) == ("chain", "drop_what_has_failed"):
         return  # rank 0 runs no pass of the first layer's optimizer: docs/reference.md, all ranks run equally many
-    package, dtype, kwargs = KINDS.get(kind, KINDS[FOUR])
+    package, dtype, kwargs = KINDS.get(kind, KINDS[STAGE_4])
 
     def build(module):
         return optimizer_of(package)(module.parameters(), torch.optim.SGD, lr=0.5, **kwargs)
@@ -186,19 +186,19 @@ def test_the_leaves_of_same_bits_are_counted_anew(rank):
 def two_layers(rank, stage, **kwargs):
     """Return a module of parameters of zeros, and SGD with a learning rate of 1."""
     module = nn.ModuleList(nn.ParameterList([parameter_of(0, rank) for _ in range(3)]) for _ in range(2))
-    return module, sgd_of(stage, module.named_parameters(), **(SMALL if stage == FOUR else {}), **kwargs)
+    return module, sgd_of(stage, module.named_parameters(), **(SMALL if stage == STAGE_4 else {}), **kwargs)
 
 
 def backward(module):
     sum(param.sum() for param in module.parameters()).backward()
 
 
-@on_ranks(ending=["step", "clip_grad_norm_", "zero_grad"], stage=[THREE, FOUR])
+@on_ranks(ending=["step", "clip_grad_norm_", "zero_grad"], stage=[STAGE_3, STAGE_4])
 def test_a_part_of_what_was_sent_cannot_be_dropped(rank, stage, ending):
     """Stage 3 sends when it clips. optimizer.zero_grad() makes up for it."""
     module, optimizer = two_layers(rank, stage)
     backward(module)
-    if stage == THREE:
+    if stage == STAGE_3:
         optimizer.clip_grad_norm_(1e6)
     module[1].zero_grad()
     if ending == "zero_grad":
@@ -216,7 +216,7 @@ def test_a_part_of_what_was_sent_cannot_be_dropped(rank, stage, ending):
 @on_ranks(n_later=[0, 1])
 def test_ranks_of_which_some_drop_gradients_are_an_error_on_every_rank(rank, n_later):
     """Also where they run another backward pass, over more buckets than may be under way, before the step."""
-    module, optimizer = two_layers(rank, FOUR, find_unused_parameters=True)
+    module, optimizer = two_layers(rank, STAGE_4, find_unused_parameters=True)
     backward(module)
     if rank.rank == 0:
         module.zero_grad()
@@ -240,7 +240,7 @@ def test_an_unused_parameter_has_zeros_or_nothing_as_zero_grad_left_it(rank, sta
     """
     params, plain = ([parameter_of(1, rank) for _ in range(3)] for _ in range(2))
     kwargs = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "foreach": False}
-    own = {"find_unused_parameters": True} if stage == FOUR else {}
+    own = {"find_unused_parameters": True} if stage == STAGE_4 else {}
     optimizer = optimizer_of(stage)(params, torch.optim.SGD, **kwargs, **own)
     reference = torch.optim.SGD(plain, **kwargs)
 
@@ -249,7 +249,7 @@ def test_an_unused_parameter_has_zeros_or_nothing_as_zero_grad_left_it(rank, sta
             (one if by == "optimizer" else nn.ParameterList(its_params)).zero_grad(set_to_none=set_to_none)
 
     def step():
-        for param in plain if stage == THREE else ():
+        for param in plain if stage == STAGE_3 else ():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         optimizer.step()
         reference.step()

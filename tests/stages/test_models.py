@@ -18,12 +18,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 from checkpoint import full_state_dict
-from harness import FOUR, ONE, STAGES, THREE
+from harness import STAGE_1, STAGE_3, STAGE_4, STAGES
 from tests.common import Net, batch, error_of, mesh_of, no_sync_if, on_ranks, optimizer_of, trainable
 from tests.pairs import SGD, SMALL, Pair, Replicated, assert_same, backward, parameter_of, sgd_of, train
 from tests.ranks import ROOT
 
-PREFETCH = [*((stage, False) for stage in STAGES), (FOUR, True)]
+PREFETCH = [*((stage, False) for stage in STAGES), (STAGE_4, True)]
 
 
 def let_go(thing):
@@ -33,7 +33,7 @@ def let_go(thing):
     return event
 
 
-KINDS = [(ONE, {}), (THREE, {"grad_dtype": None}), (THREE, {"grad_dtype": torch.float32}), (FOUR, {})]
+KINDS = [(STAGE_1, {}), (STAGE_3, {"grad_dtype": None}), (STAGE_3, {"grad_dtype": torch.float32}), (STAGE_4, {})]
 
 
 @on_ranks(2, dtype=[torch.float32, torch.bfloat16], older=KINDS, newer=KINDS)
@@ -91,7 +91,7 @@ def test_an_optimizer_that_is_gone_leaves_nothing_and_is_freed_at_once(rank, sta
 def test_an_optimizer_that_is_dropped_while_gradients_travel(rank):
     """Stage 4: messages arrive all the same, or those of the next one would be taken for them; all else is freed."""
     for step in range(3):
-        pair = Pair(rank, FOUR, torch.optim.SGD, own=SMALL, **SGD)
+        pair = Pair(rank, STAGE_4, torch.optim.SGD, own=SMALL, **SGD)
         pair.train(step)
         pair.assert_same()
         pair.backward(step + 1)
@@ -155,14 +155,14 @@ def test_each_parameter_has_a_storage_of_its_own(rank, stage, prefetch, dtype):
 ROWS = [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)]
 
 
-@pytest.mark.parametrize("stage", [THREE, FOUR])
+@pytest.mark.parametrize("stage", [STAGE_3, STAGE_4])
 @on_ranks(2, dtypes=ROWS)
 def test_what_is_written_into_a_parameter_between_steps_is_stepped_next(rank, stage, dtypes):
     """Write 7 into every second element. The others keep what 16 bits don't hold: three steps of 2**-14 below 1."""
     dtype, grad_dtype = dtypes
     tiny = 2**-14
     weight = torch.nn.Parameter(torch.ones(70, dtype=dtype, device=rank.device))
-    kwargs = {"grad_dtype": grad_dtype} if stage == THREE else {}
+    kwargs = {"grad_dtype": grad_dtype} if stage == STAGE_3 else {}
     optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=tiny, **kwargs)
 
     def step():
@@ -191,7 +191,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("stage", [THREE, FOUR])
+@pytest.mark.parametrize("stage", [STAGE_3, STAGE_4])
 @on_ranks(2, how=MOVES, when=["before backward", "after clipping"])
 def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(rank, stage, how, when):
     """Move the model before a backward pass, or after it: torch's clipping says so, too."""
@@ -231,7 +231,7 @@ def test_edited_param_groups_are_refused(rank, stage, edit):
 @on_ranks(2, name_and_value=[("reduce_dtype", torch.float16), ("bucket_cap_mb", 0)])
 def test_arguments_that_mean_nothing_are_refused(rank, name_and_value):
     name, value = name_and_value
-    refusal = error_of(lambda: sgd_of(FOUR, [parameter_of(0, rank)], **{name: value}), ValueError)
+    refusal = error_of(lambda: sgd_of(STAGE_4, [parameter_of(0, rank)], **{name: value}), ValueError)
     assert f"{name} is {value}" in refusal
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harness import FOUR, THREE
+from harness import STAGE_3, STAGE_4
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.transport import Transport
@@ -46,7 +46,7 @@ def equal(ones, others):
 
 def branches(rank, dtype=torch.float32, prefetch=True, **own):
     net = functools.partial(Branches, dtype=dtype)
-    return Pair(rank, FOUR, net=net, own={**SMALL, **own}, rounds={"sum_dtype": torch.float32}, prefetch=prefetch,
+    return Pair(rank, STAGE_4, net=net, own={**SMALL, **own}, rounds={"sum_dtype": torch.float32}, prefetch=prefetch,
                 **ADAMW)
 
 
@@ -203,7 +203,7 @@ def test_prefetch_out_of_order_twice_past_the_hooks_checkpointed_or_compiled(ran
         graphs.append(graph)
         return graph.forward
 
-    pair = Pair(rank, FOUR, net=lambda seed: Odd(how), own=SMALL, prefetch=True, **ADAMW)
+    pair = Pair(rank, STAGE_4, net=lambda seed: Odd(how), own=SMALL, prefetch=True, **ADAMW)
     model, reference = pair.models
     deliver_when_asked(pair.optimizer)
     reference.how = "plain"  # torch.autograd.grad can't go through reentrant checkpointing
@@ -227,7 +227,7 @@ def test_prefetch_out_of_order_twice_past_the_hooks_checkpointed_or_compiled(ran
 @on_ranks(2)
 def test_modules_wait_for_all_that_a_function_of_torch_func_reads(rank):
     """Compute gradients by torch.func: what modules have while it calls them are other tensors."""
-    pair = Pair(rank, FOUR, own=SMALL, prefetch=True, **ADAMW)
+    pair = Pair(rank, STAGE_4, own=SMALL, prefetch=True, **ADAMW)
     deliver_when_asked(pair.optimizer)
     for step in range(2):
         params = {name: param for name, param in pair.model.named_parameters() if param.requires_grad}
@@ -240,9 +240,9 @@ def test_modules_wait_for_all_that_a_function_of_torch_func_reads(rank):
     pair.assert_same(is_exact=False)
 
 
-@on_ranks(2, stage=[THREE, FOUR])
+@on_ranks(2, stage=[STAGE_3, STAGE_4])
 def test_a_compiled_function_may_go_backward_and_step(rank, stage):
-    pair = Pair(rank, stage, net=Branches, prefetch=stage == FOUR, **ADAMW)
+    pair = Pair(rank, stage, net=Branches, prefetch=stage == STAGE_4, **ADAMW)
 
     @torch.compile(backend="eager")
     def train(x, y):
@@ -306,7 +306,7 @@ def test_a_gradient_leaves_after_all_hooks_of_its_parameter_also_if_it_comes_twi
     In re-entrant checkpoints, each a backward pass of its own, the gradient of `weight` comes twice.
     """
     weight, bias = parameter_of(0.5, rank), parameter_of(0.5, rank)
-    optimizer = sgd_of(FOUR, [bias, weight], bucket_cap_mb=bucket_cap_mb)
+    optimizer = sgd_of(STAGE_4, [bias, weight], bucket_cap_mb=bucket_cap_mb)
     x = torch.ones(5, device=rank.device, requires_grad=True)
     seen = []
     weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
@@ -329,7 +329,7 @@ def test_a_gradient_leaves_after_all_hooks_of_its_parameter_also_if_it_comes_twi
 @on_ranks(2, n_unused=[1, 10])
 def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(rank, n_unused):
     params = [parameter_of(1, rank) for _ in range(n_unused + 1)]
-    optimizer = sgd_of(FOUR, [(f"layer {i}", param) for i, param in enumerate(params)], **SMALL)
+    optimizer = sgd_of(STAGE_4, [(f"layer {i}", param) for i, param in enumerate(params)], **SMALL)
     sum(param.sum() for param in (params if rank.rank else params[:1])).backward()
     names = "layer 1" if n_unused == 1 else ", ".join(f"layer {i}" for i in range(1, 10)) + " and others"
     with pytest.raises(RuntimeError, match=f"for parameter {names}: call backward.* find_unused_parameters"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness import ONE, STAGES, TWO
+from harness import STAGE_1, STAGE_2, STAGES
 from tests.common import Net, error_of, on_ranks, optimizer_of
 from tests.pairs import Pair, parameter_of
 
@@ -197,7 +197,7 @@ def test_a_loop_leaves_zero_grad_to_the_class(rank, stage, kind):
 @on_ranks(2, kind=[Optimistic, WantsRequiresGrad])
 def test_a_class_that_keeps_gradients_is_refused_where_they_are_views(rank, stage, kind):
     """Right in torch, where zero_grad() makes new ones; or where parameters require gradients."""
-    if stage in (ONE, TWO):
+    if stage in (STAGE_1, STAGE_2):
         trains_alike(pair_of(rank, stage, kind), stage)
     else:
         error = error_of(lambda: optimizer_of(stage)([parameter_of(0, rank)], kind), ValueError)

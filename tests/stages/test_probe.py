@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guard.probe import PHASES, check_elementwise, check_one_by_one
 from guard.schema import schema_of
-from harness import ONE, THREE, TWO
+from harness import STAGE_1, STAGE_2, STAGE_3
 from tests.common import on_ranks, one_rank_of, optimizer_of, situation
 from tests.pairs import Pair
 
@@ -126,8 +126,8 @@ def build(stage, optimizer_cls, params=None, **kwargs):
 def test_an_optimizer_that_would_step_otherwise_is_refused(stage, kind):
     """Stages 1 and 2 take what needs whole tensors. A state in blocks is found whatever shapes the model has."""
     optimizer_cls = {**TOGETHER, **WHOLE, **BLOCKS}[kind]
-    is_taken = kind not in TOGETHER and stage in (ONE, TWO)
-    words = "doesn't step tensors one by one" if stage in (ONE, TWO) else "is not element-wise"
+    is_taken = kind not in TOGETHER and stage in (STAGE_1, STAGE_2)
+    words = "doesn't step tensors one by one" if stage in (STAGE_1, STAGE_2) else "is not element-wise"
     refusal = pytest.raises(ValueError, match=f"{optimizer_cls.__name__} {words}")
     shapes = [None, (9,), (2, 3, 4)] if kind in BLOCKS else [None]  # of the only parameter; None: of all kinds
     rates = [0.1] if kind in BLOCKS else [1e-5, 0.1]
@@ -207,7 +207,7 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_class(kind, n_goo
             super().step(closure)
 
     with pytest.raises(kind, match="DefaultCPUAllocator" if kind is RuntimeError else "out of memory"):
-        build(THREE, Hungry)
+        build(STAGE_3, Hungry)
     with pytest.raises(kind):
         schema_of(functools.partial(Hungry), {"lr": 0.1}, (3,), torch.float32, torch.device("cpu"))
 

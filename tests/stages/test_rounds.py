@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from harness import FOUR, THREE
+from harness import STAGE_3, STAGE_4
 from stage4_overlap import DistributedOptimizer, rounds
 from tests.common import Net, batch, error_of, loss_of, no_sync_if, of_cpus, on_ranks, optimizer_of, trainable
 from tests.pairs import SMALL, parameter_of, sgd_of
 
-UNUSED = {THREE: {}, FOUR: {"find_unused_parameters": True}}
+UNUSED = {STAGE_3: {}, STAGE_4: {"find_unused_parameters": True}}
 
 
 def zero_params_and_sgd(rank, n=6, **kwargs):
     """Make n parameters of five zeros, a bucket each, and SGD with a learning rate of 1."""
     params = [parameter_of(0, rank) for _ in range(n)]
-    return params, sgd_of(FOUR, params, **SMALL, **kwargs)
+    return params, sgd_of(STAGE_4, params, **SMALL, **kwargs)
 
 
 def backward(params, places=None):
@@ -187,13 +187,13 @@ def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
     assert host_group.name() == "gloo" and host_group.size() == 3 and moved_by(params, [[2] * 6])
 
 
-@on_ranks(2, stage=[THREE, FOUR], kind=["plain", "16 bits", "prefetched", "unused"])
+@on_ranks(2, stage=[STAGE_3, STAGE_4], kind=["plain", "16 bits", "prefetched", "unused"])
 def test_no_step_waits_for_the_device(rank, stage, kind):
     """Train as on a GPU, where the process group is NCCL's: the host runs ahead, and a CUDA graph can take the step."""
     model = Net(seed=0).to(torch.bfloat16 if kind == "16 bits" else torch.float32)
     params = trainable(model)
     optimizer = optimizer_of(stage)(params, lr=0.01, fused=True, **UNUSED[stage])
-    if stage == FOUR and kind == "prefetched":
+    if stage == STAGE_4 and kind == "prefetched":
         optimizer.prefetch_params(model)
     before = [param.detach().clone() for param in params]
     batches = [[values.to(model.scale.dtype) for values in batch(step, rank.rank)] for step in range(5)]
@@ -207,9 +207,10 @@ def test_no_step_waits_for_the_device(rank, stage, kind):
             optimizer.step()
             optimizer.zero_grad()
         after = [param.detach().clone() for param in params]
-        if stage == FOUR and kind == "plain":  # a gradient that one rank lacks is an error on all, and changes nothing
+        # A gradient that one rank lacks is an error on all, and changes nothing.
+        if stage == STAGE_4 and kind == "plain":
             optimizer.find_unused_parameters = False
             backward(params[rank.rank :])
             assert "no gradient on some rank for parameter 0 of group 0: " in error_of(optimizer.step)
     assert all(map(torch.equal, after, params)) and not any(map(torch.equal, before, params))
-    assert [group is None for group in device.host_groups.values()] == ([False] if stage == FOUR else [])
+    assert [group is None for group in device.host_groups.values()] == ([False] if stage == STAGE_4 else [])

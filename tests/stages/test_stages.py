@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness import FOUR, ONE, THREE, TWO
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from tests.common import error_of, on_ranks, one_rank_of, optimizer_of, trainable
 from tests.pairs import Pair, parameter_of, sgd_of
 
@@ -16,16 +16,16 @@ def test_unused_parameters_as_in_ddp_with_find_unused_parameters(rank, stage):
     and all. In stage 3 its gradient is zero, and it decays.
     """
     params = [parameter_of(1, rank) for _ in range(3)]
-    own = {"find_unused_parameters": True} if stage == FOUR else {}
+    own = {"find_unused_parameters": True} if stage == STAGE_4 else {}
     optimizer = sgd_of(stage, zip("abc", params), weight_decay=0.5, **own)
     if rank.rank != 1:
         (params[0].sum() + (params[1].sum() * 2 if rank.rank == 0 else 0)).backward()
     optimizer.step()
-    after = [0.5 - 2 / 3, 0.5 - 2 / 3, 0.5 if stage == THREE else 1]
+    after = [0.5 - 2 / 3, 0.5 - 2 / 3, 0.5 if stage == STAGE_3 else 1]
     assert [param[0].item() for param in params] == pytest.approx(after)
 
 
-@pytest.mark.parametrize("stage", [THREE, FOUR])
+@pytest.mark.parametrize("stage", [STAGE_3, STAGE_4])
 def test_what_does_not_lie_in_one_piece_is_refused(stage):
     with one_rank_of(2), pytest.raises(ValueError, match="conv is not contiguous"):
         optimizer_of(stage)([("conv", torch.nn.Parameter(torch.ones(4, 6).t()))])
@@ -48,8 +48,8 @@ def test_what_p_grad_holds_at_step_counts(rank, stage):
     for param in [*trainable(model), *trainable(reference)]:
         param.grad = param.grad.clone() * 2
     zeros = torch.zeros_like(model.scale)
-    model.scale.grad = zeros if stage == FOUR else None
-    reference.scale.grad = None if stage in (ONE, TWO) else zeros
+    model.scale.grad = zeros if stage == STAGE_4 else None
+    reference.scale.grad = None if stage in (STAGE_1, STAGE_2) else zeros
     pair.step()
     pair.assert_same()
 
@@ -60,7 +60,7 @@ CHANGES = {  # SGD, 2 -> 2 - (2 + 0.5 · 2) / 4 = 1.25 -> 1.25 - (2 + 0.5 · 1.2
 }
 
 
-@pytest.mark.parametrize("stage", [ONE, TWO, THREE])
+@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2, STAGE_3])
 @on_ranks(2, how=CHANGES)
 def test_a_gradient_may_be_changed_in_every_way(rank, stage, how):
     """Outside of no_grad, as torch allows it; and then training goes on, as if nothing had been."""
@@ -81,9 +81,9 @@ def test_a_gradient_may_be_changed_in_every_way(rank, stage, how):
 def test_a_main_grad_that_is_not_of_the_buffer_is_an_error(rank, how):
     """Assign main_grad, or build a later optimizer of the same parameter, which then has it."""
     param = parameter_of(1, rank).bfloat16().detach().requires_grad_()
-    optimizer = sgd_of(THREE, [("second", param)], grad_dtype=torch.float32)
+    optimizer = sgd_of(STAGE_3, [("second", param)], grad_dtype=torch.float32)
     if how == "later":
-        later = sgd_of(THREE, [param], grad_dtype=torch.float32)
+        later = sgd_of(STAGE_3, [param], grad_dtype=torch.float32)
     param.sum().backward()
     if how == "assigned":
         param.main_grad = param.main_grad / 2

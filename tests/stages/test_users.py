@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict
 from guard.scaling import ALIVE, CELLS
-from harness import FOUR, ONE, THREE, TWO
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from tests.common import Net, batch, error_of, on_ranks, optimizer_of, trainable
 from tests.pairs import Pair, parameter_of, sgd_of, train
 
@@ -37,8 +37,8 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
 
     After the average stages 1 and 2 have that in param.grad. What is no longer an optimizer's, torch clips.
     """
-    model = Net(seed=0).to(torch.bfloat16 if stage == THREE else torch.float32)
-    optimizer = sgd_of(stage, trainable(model), **({"grad_dtype": torch.float32} if stage == THREE else {}))
+    model = Net(seed=0).to(torch.bfloat16 if stage == STAGE_3 else torch.float32)
+    optimizer = sgd_of(stage, trainable(model), **({"grad_dtype": torch.float32} if stage == STAGE_3 else {}))
     params = list(model.parameters())
     clip_by_norm = functools.partial(CLIPS[spelling], params)
     clip_by_value = functools.partial(clip_grad_value_, params, 10)
@@ -47,7 +47,7 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
         model(batch(0, rank.rank)[0].to(model.scale.dtype)).square().mean().backward()
 
     go_backward()
-    if stage in (ONE, TWO):
+    if stage in (STAGE_1, STAGE_2):
         refusal = "finds this rank's own gradient, not the average, in param.grad: call clip_grad_norm_("
         assert refusal in error_of(clip_by_norm)
         with pytest.warns(UserWarning, match="clips this rank's own gradient.*: call finish_grad_sync.. of the Distr"):
@@ -59,7 +59,7 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
         for clip in (clip_by_norm, clip_by_value):
             refusal = "() finds no gradient in param.grad: call clip_grad_norm_(max_norm) of the Distr"
             assert refusal in error_of(clip)
-    if stage == FOUR:
+    if stage == STAGE_4:
         optimizer.zero_grad()
         with optimizer.no_sync():
             go_backward()
@@ -129,7 +129,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
     error = error_of(lambda: optimizer.add_param_group({"params": parameter_of(0, rank)}), ValueError)
     assert f"the ranks disagree on parameters or arguments: {words}" in error
     calls = [lambda: full_state_dict(optimizer), lambda: checkpoint.save(tmp_path / "step-1", model, optimizer)]
-    if stage == FOUR:
+    if stage == STAGE_4:
         calls.append(lambda: train(model, optimizer, rank, 1))
     for call in calls:
         assert f"{words}: set the same" in error_of(call)
@@ -146,10 +146,10 @@ def test_errors_name_ranks_by_their_number_in_the_program(rank):
     group = dist.new_group([1, 2])
     if rank.rank == 0:
         return
-    error = error_of(lambda: sgd_of(FOUR, [parameter_of(0, rank, n=rank.rank)], process_group=group), ValueError)
+    error = error_of(lambda: sgd_of(STAGE_4, [parameter_of(0, rank, n=rank.rank)], process_group=group), ValueError)
     assert "(1,) torch.float32 on rank 1 and 0 of group 0 (2,) torch.float32 on rank 2" in error
     bad = [torch.ones(3, dtype=torch.int)] if rank.rank == 2 else [parameter_of(0, rank)]
-    assert error_of(lambda: sgd_of(FOUR, bad, process_group=group), ValueError).startswith(
+    assert error_of(lambda: sgd_of(STAGE_4, bad, process_group=group), ValueError).startswith(
         "rank 2: " if rank.rank == 1 else "parameter 0")
 
 
@@ -168,7 +168,7 @@ def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, wri
         optimizer.step()
 
     step()
-    error = error_of(step if stage == FOUR else lambda: full_state_dict(optimizer))
+    error = error_of(step if stage == STAGE_4 else lambda: full_state_dict(optimizer))
     assert f"seen of group 0 is {None if writer else 0.5} on rank 0 and 1.5 on rank 1" in error
     assert "an optimizer that writes the same" in error and param.eq(-1).all()
 
@@ -208,7 +208,7 @@ def test_empty_parameter_groups_are_taken_as_torch_takes_them(rank, stage):
     assert [len(group["params"]) for group in pair.optimizer.param_groups] == [0, len(trainable(pair.model)), 0]
 
 
-@pytest.mark.parametrize("stage", [ONE, TWO])
+@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2])
 @on_ranks(2)
 def test_gradients_and_loaded_states_are_laid_out_like_a_channels_last_parameter(rank, stage):
     """Assign a contiguous gradient, and load a contiguous state: torch's fused kernels don't look at strides."""
@@ -230,7 +230,7 @@ def test_gradients_and_loaded_states_are_laid_out_like_a_channels_last_parameter
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("stage", [TWO, THREE])
+@pytest.mark.parametrize("stage", [STAGE_2, STAGE_3])
 @on_ranks(2)
 def test_after_a_failure_the_model_can_be_read_and_trained_anew(rank, stage):
     """Let rank 1 run out of memory in its step, while the other waits for its parameters in vain."""

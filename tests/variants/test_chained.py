@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import checkpoint
 from guard.chained import Chained, method_of_each
-from harness import FOUR
+from harness import STAGE_4
 from harness.training.models import GPT, GPTConfig
 from tests.common import Net, error_of, on_ranks, optimizer_of
 from tests.pairs import SGD, UNFUSED, assert_same, backward, sgd_of
@@ -68,7 +68,7 @@ def test_two_optimizers_are_clipped_together(rank, stage, norm_type):
 def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     first, second = [(0, 2), (0, 1), (1, 2)][rank.rank]
-    both = [optimizer_of(FOUR)([torch.nn.Parameter(torch.ones(3))], process_group=groups[i])
+    both = [optimizer_of(STAGE_4)([torch.nn.Parameter(torch.ones(3))], process_group=groups[i])
             for i in sorted((first, second))]
     assert "alike can't be known" in error_of(lambda: Chained(*both), ValueError)
 
@@ -82,7 +82,7 @@ def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
     edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.rank % 2]
     dense, expert = (torch.nn.Parameter(torch.ones(4, device=rank.device)) for _ in range(2))
     chain = Chained(sgd_of("tests.variants.on_pairs", [dense]),
-                    sgd_of(FOUR, [expert], process_group=edp, average_over=dist.group.WORLD))
+                    sgd_of(STAGE_4, [expert], process_group=edp, average_over=dist.group.WORLD))
 
     def closure():
         (dense.sum() * rank.rank + expert.sum() * (1 + rank.rank % 2)).backward()
@@ -101,7 +101,7 @@ def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
 def test_all_gradients_have_come_before_any_parameters_leave(rank):
     """Otherwise `step` of the second optimizer, which asks all ranks, would wait for the parameters of the first."""
     model, order = Net(seed=0), []
-    pair = sgd_and_adamw(FOUR, model)
+    pair = sgd_and_adamw(STAGE_4, model)
     for optimizer in pair.optimizers:
         for bucket in optimizer.buckets:
             leave, come = bucket.start_param_sync, bucket.gradient.add
@@ -120,7 +120,7 @@ def muon_and_adamw(model, is_plain):
     if is_plain:
         return Plain([torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **ADAMW)])
     return Chained(optimizer_of("variants.muon")(matrices, torch.optim.Muon, **MUON),
-                   optimizer_of(FOUR)(rest, torch.optim.AdamW, **ADAMW))
+                   optimizer_of(STAGE_4)(rest, torch.optim.AdamW, **ADAMW))
 
 
 def train_a_gpt(rank, steps, is_plain=False, load=None, save=None):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import stage4_overlap
 from guard.chained import Chained
 from harness import STAGE_4
 from tests.common import STAGES, error_of, on_ranks, optimizer_of
@@ -147,14 +146,18 @@ OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain),
              "hybrid": (FiniteHybrid, alone), "hybrids in a chain": (FiniteHybrid, in_a_chain)}
 
 
+def finite_of(kind, params, **kwargs):
+    make = kind if isinstance(kind, type) else optimizer_of(kind)
+    return make(params, torch.optim.SGD, lr=1.0, **kwargs)
+
+
 @pytest.mark.parametrize("arrangement", OF_FINITE)
 @on_ranks(4, spoilt=SPOILT, clips=[False, True])
 def test_finite_raises_on_all_ranks(rank, arrangement, spoilt, clips):
-    """The error names the rank that has the nan; no optimizer has stepped."""
+    """The error names the rank that has the nan, and no optimizer has stepped."""
     kind, arrange = OF_FINITE[arrangement]
     bad_rank, layer = spoilt
-    make = kind if isinstance(kind, type) else optimizer_of(kind)
-    model, optimizer = arrange(rank.rank, lambda params: make(params, torch.optim.SGD, lr=1.0))
+    model, optimizer = arrange(rank.rank, functools.partial(finite_of, kind))
     errors = []
 
     def step():
@@ -209,28 +212,6 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
     for hook in hooks:
         hook.remove()
     assert len(closure_calls) == 4
-
-
-@on_ranks(4)
-def test_the_loss_of_a_closure_is_the_mean_of_all_groups_of_a_hybrid(rank):
-    model, chain = in_a_chain(rank.rank, functools.partial(sgd_of, "tests.variants.on_pairs"))
-    assert chain.step(lambda: (model(torch.ones(4, 8)).sum().backward(), float(rank.rank))[1]) == 1.5
-
-
-class OwnStep(stage4_overlap.DistributedOptimizer):
-    def step(self, closure=None, *, grad_scaler=None):
-        return super().step(closure, grad_scaler=grad_scaler)
-
-
-@on_ranks(2)
-def test_a_class_with_a_step_of_its_own_calls_hooks_once(rank):
-    param = nn.Parameter(torch.zeros(5))
-    calls = []
-    optimizer = OwnStep([param], torch.optim.SGD, lr=1.0)
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    param.sum().backward()
-    optimizer.step()
-    assert calls == ["after"]
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
