@@ -490,7 +490,7 @@ def test_the_calculator_begins_as_the_ladder_of_the_readme_and_has_the_bound_of_
         rows = [line.split(" | ") for line in ladder.partition("\n\n10,")[0].strip().splitlines()[2:]]
         rows = [row for row in rows if not row[0].endswith("replicated")]
         ddp, *stages = shown.evaluate("() => calculate({ psi: 6.7e9, ranks: 8, bucket: 1, is16: false })")
-        for (_, _, held, sent, _, beside), row in zip([ddp, *stages], rows, strict=True):
+        for (_, _, held, _, sent, beside), row in zip([ddp, *stages], rows, strict=True):
             assert round(sent / ddp[4], 1) == pytest.approx(int(row[4]) / 2, abs=0.3), row
             assert sum(held) / 6.7e9 == pytest.approx(float(row[2].split(" · ")[1]), rel=0.02) or beside == "both"
         assert shown.locator("#rows tr").count() == len(rows) and shown.inner_text("#psi-is") == "6.75 billion"
