@@ -83,7 +83,7 @@ class MainParamsTraining(Training):
         for param, main_param in zip(params, self.main_params):
             grad = (param.grad.to(self.divided_in or param.dtype) / self.world_size).to(self.summed_in or param.dtype)
             if self.world_size > 1:
-                dist.all_reduce(grad)
+                grad = sum_in_rank_order(grad, self.world_size)
             main_param.grad = grad.float()
         self.optimizer.step()
         for state in self.optimizer.state.values() if self.moments_in else ():
@@ -95,6 +95,16 @@ class MainParamsTraining(Training):
     def zero_grad(self):
         self.optimizer.zero_grad()
         self.model.zero_grad()
+
+
+def sum_in_rank_order(tensor, world_size):
+    """Return the sum over the ranks, added up from rank 0 on: gloo's all-reduce of three ranks has another order."""
+    parts = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(parts, tensor)
+    total, *others = parts
+    for part in others:
+        total += part
+    return total
 
 
 # ------------------------------------------------------------- The baseline: an optimizer that shards nothing, and DDP

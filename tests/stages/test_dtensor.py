@@ -41,9 +41,9 @@ def mesh_of(rank, shape=(2, 2)):
     return common.mesh_of(rank.device.type, shape, ("dp", "tp"))
 
 
-def tensor_parallel(rank, width=12):
+def tensor_parallel(rank, shape=(2, 2), width=12):
     """-> the model, cut over dimension "tp" of the mesh; the data-parallel group."""
-    mesh = mesh_of(rank)
+    mesh = mesh_of(rank, shape)
     plan = {"first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),  # its gradients are partial sums
             "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False), "down": RowwiseParallel()}

@@ -31,7 +31,7 @@ def calls_in_a_step(optimizer_cls):
 
         def note(frame, event, _):
             path = Path(frame.f_code.co_filename)
-            if event == "call" and path.is_relative_to(ROOT):
+            if event == "call" and path.is_relative_to(ROOT) and "site-packages" not in path.parts:
                 calls.append((str(path.relative_to(ROOT)), getattr(frame.f_code, "co_qualname", frame.f_code.co_name)))
 
         for _ in range(3):
