@@ -98,7 +98,9 @@ def ladder_sheet(measured, link, sweep):
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "peak": column("peak memory, MB", peak, form=".0f", unit=1e6),
         "time": column("time ÷ DDP's", time, form=".2f")},
-        [f"The peak includes activations of {settings.batch_size} sequences. Time: `DistributedOptimizer`'s step, "
+        [f"The peak includes activations of {settings.batch_size} sequences. DDP's buckets are there in the forward "
+         "pass, too, where replicated training has no gradients. "
+         f"Time: `DistributedOptimizer`'s step, "
          f"divided by {words}. Two emulated hosts, {link.words}, median of {settings.rounds} rounds ({made.machine}, "
          f"{made.date})."])
 

@@ -493,7 +493,7 @@ def test_the_calculator_begins_as_the_ladder_of_the_readme_and_has_the_bound_of_
         rows = [row for row in rows if not row[0].endswith("replicated")]
         ddp, *stages = shown.evaluate("() => calculate({ psi: 6.7e9, ranks: 8, bucket: 1, is16: false })")
         for (_, _, held, _, sent, beside), row in zip([ddp, *stages], rows, strict=True):
-            assert round(sent / ddp[4], 1) == pytest.approx(int(row[4]) / 2, abs=0.3), row
+            assert round(sent / ddp[4], 1) == pytest.approx(int(row[3]) / 2, abs=0.3), row
             assert sum(held) / 6.7e9 == pytest.approx(float(row[2].split(" · ")[1]), rel=0.02) or beside == "both"
         assert shown.locator("#rows tr").count() == len(rows) and shown.inner_text("#psi-is") == "6.75 billion"
         bounds = "([link, kind]) => bound(3, link, kind)[0]"
