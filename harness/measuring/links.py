@@ -226,8 +226,8 @@ def to_draw(measured, link, sweep):
     ladder = [tuned if tuned and base == REFERENCE else measured.find(base) for base in catalogue.LADDER]
     steps = [(row.row_id.name, row.step) for row in ladder if row and row.step]
     if steps:
-        drawn |= pictures.to_draw(steps, f"One recorded step on rank 0 of 2 hosts with a link of {link.words}; the "
-                                         "table has medians of others")
+        drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "
+                                         "its row's median")
     if measured.timed(COMPUTE_ONLY) and measured.find(ALL_GATHER):
         drawn["curve"] = over_computing(measured, link, sweep)
     if sweep and sweep.find(OVERLAP, ONE_PARAMETER):
