@@ -44,12 +44,6 @@ def as_python(value):
     return value.item() if is_numpys else value
 
 
-def copy_hyperparameters(sources, targets):
-    """Copy the hyperparameters of the groups `sources` into the groups `targets`, of which there are as many."""
-    for source, target in zip(sources, targets):
-        target.update(hyperparameters(source))
-
-
 def share_attributes(groups, own_groups, param_of):
     """Give each main parameter the attributes of its parameter, and its name: an inner optimizer may read p.lr_mul.
 

@@ -31,14 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import (
-    all_params,
-    copy_hyperparameters,
-    error_if_settings_differ,
-    hyperparameters,
-    settings_of,
-    share_attributes,
-)
+from .groups import all_params, error_if_settings_differ, hyperparameters, settings_of, share_attributes
 from .hooks import GLOBAL_HOOKS, call_hooks_around_step, closure_returns, without_global_hooks
 from .refuse import callable_or_refusal, checked_groups, divisor_of, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
@@ -183,7 +176,8 @@ class Guarded(torch.optim.Optimizer):
         self._take_model_changes()
         with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext(), named("inner step"):
             super().step_own()
-        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
+        for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(own_group))  # some optimizers count steps there
         self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -31,6 +31,7 @@ class ByParameter(MutableMapping):
         main_params_by_mesh_groups: the process groups over which DTensors are spread, a tuple -> main parameters of
             these DTensors; () -> main parameters of all other parameters. `total_norm` communicates for each key, so
             every rank has the same keys in the same order.
+        mesh_groups: the process groups in these keys, each once.
         norm_dtype, device: of the norm of all gradients.
         accessed_params: parameters whose state was accessed since the last step.
         names_of: weak reference to a function parameter -> the names of the entries that its state has after a step.
@@ -47,6 +48,7 @@ class ByParameter(MutableMapping):
         self.main_params_by_mesh_groups: dict[tuple, list] = {mesh_groups_of(param): [] for param in params}
         for param, main in self.main_param.items():
             self.main_params_by_mesh_groups[mesh_groups_of(param)].append(main)
+        self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))
         self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
         self.device = params[0].device
         self.accessed_params = set()

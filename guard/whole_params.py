@@ -26,9 +26,8 @@ class OfWholeParams(Guarded):
     _grads_synced = False  # whether param.grad holds the average already
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None,
-                 average_over: dist.ProcessGroup | float | None = None, average_gradients: bool = True,
-                 **optimizer_kwargs: Any) -> None:
+                 process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
+                 average_gradients: bool = True, **optimizer_kwargs: Any) -> None:
         self.average_gradients = average_gradients
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                average_gradients=average_gradients)

@@ -41,9 +41,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _probe = staticmethod(check_elementwise)
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None,
-                 average_over: dist.ProcessGroup | float | None = None, grad_dtype: torch.dtype | None = None,
-                 **optimizer_kwargs: Any) -> None:
+                 process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
+                 grad_dtype: torch.dtype | None = None, **optimizer_kwargs: Any) -> None:
         self.grad_dtype = grad_dtype
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                grad_dtype=grad_dtype)

@@ -156,10 +156,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _param_grad_holds = "nothing"  # except for gradients that wait for a later round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None,
-                 average_over: dist.ProcessGroup | float | None = None, bucket_cap_mb: float | None = None,
-                 reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
-                 **optimizer_kwargs: Any) -> None:
+                 process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
+                 bucket_cap_mb: float | None = None, reduce_dtype: torch.dtype | None = None,
+                 find_unused_parameters: bool = False, **optimizer_kwargs: Any) -> None:
         core_arguments = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
