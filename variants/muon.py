@@ -44,8 +44,7 @@ def owners(groups, world_size):
 
 
 class UnevenTransport(Transport):
-    """Sends parts of unequal lengths. NCCL then starts a reduce, or a broadcast, for each rank, and all of them at once.
-    """
+    """Sends parts of unequal lengths: NCCL then starts a reduce, or a broadcast, for each rank, all at once."""
 
     def reduce_scatter(self, sent, received, gradient):
         """Return (works, parts), as Transport.reduce_scatter does."""
@@ -82,7 +81,7 @@ class WholeBucket(Bucket):
         return flat.split(self.lengths)
 
     def partition(self):
-        """Give main parameters and their gradients the shapes of their parameters, as Muon needs them."""
+        """Give main parameters and their gradients the shapes of their parameters, as Muon needs."""
         super().partition()
         for param, main_param in self.main_params.items():
             self.main_params[param] = main_param.view(param.shape)
