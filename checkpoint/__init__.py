@@ -4,9 +4,9 @@
     full_state_dict(optimizer)   load_full_state_dict(optimizer, state_dict)     one dict, as plain torch has it
     reshard(optimizer, process_group)                                            parameters and state move, live
 
-The functions take an optimizer of any stage or variant, and guard.chained.Chained; `save` and `load` a plain torch
-optimizer, too. All are built on `state_dict()` and `load_state_dict()`, as torch's own tools are. No stage imports this
-package, and it imports no stage. Beside these two methods it relies on these of a stage's optimizer:
+The functions take an optimizer of any stage or variant, and guard.chained.Chained. `save` and `load` take a plain torch
+optimizer, too. All functions call `state_dict()` and `load_state_dict()`, as torch's own tools do. No stage imports
+this package, and it imports no stage. Beside these two methods it needs these of a stage's optimizer:
 
     optimizer.pieces()           -> [(param, start, stop, main), …]: this rank updates the flat elements start to stop
                                  of `param` (of its local part, if it is a DTensor). The inner optimizer knows them as
