@@ -179,7 +179,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return super()._refuse(named)
 
     def _misfit(self, process_group):
-        """Return a ValueError if the ranks of `process_group`, if this rank is one, can't share the leaves; else None."""
+        """Return a ValueError if `process_group` has this rank and can't share the leaves, else None."""
         world_size = max(1, dist.get_world_size(process_group))
         is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0
         if not is_power_of_two or self.leaves % world_size:
