@@ -128,7 +128,7 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
 
 
 def cut_state_dict(optimizer, state_dict, source, error_prefix, group):
-    """Return what this rank loads, cut from the `state_dict` of rank `source` of the group. Collective.
+    """Return the state_dict that this rank loads, cut from the `state_dict` of rank `source`. Collective.
 
     Raises UnfitModel on every rank: rank `source` has passed no state_dict, or a state doesn't fit.
     """
@@ -181,7 +181,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     """Move parameters and state to the ranks of `process_group`. Collective over all ranks of the program.
 
     A rank outside of `process_group` keeps the current parameters and no state; a later group may include it again.
-    What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
+    Tensors that the optimizer doesn't have, such as buffers of the model, stay as they are on each rank.
 
     Raises TypeError on every rank if the optimizer is not of stage 3 or 4, or has DTensors; RuntimeError between
     backward() and step(), or if the state is in several process groups, or can't be put together.

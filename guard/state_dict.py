@@ -231,7 +231,7 @@ def load_state_dicts(optimizers, state_dicts, process_group):
 
 
 def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
-    """Return what this rank would load. Raises on every rank of the optimizer if one of them can't load. Collective."""
+    """Return this rank's PreparedLoad. Raises on every rank of the optimizer if one of them can't load. Collective."""
     error = None
     settings = {}
     try:
@@ -246,7 +246,7 @@ def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
 
 
 def prepared_load(optimizer, state_dict) -> PreparedLoad:
-    """Return what loading `state_dict` would change.
+    """Return all changes that loading `state_dict` makes, without making them.
 
     Raises ValueError: `state_dict` is of another optimizer, or has elements that other ranks update.
     """

@@ -16,7 +16,7 @@ from guard.dropping import lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
-# What can be wrong with a gradient; 0 is nothing. The ranks agree on the largest number.
+# Faults of a gradient; 0 is none. The ranks agree on the largest number.
 MISSING = 1
 LATE = 2  # a program has assigned it after the gradient of the backward pass had been sent
 LOST = 3  # model.zero_grad() should have dropped it alone, and it was sent together with others

@@ -5,7 +5,7 @@ Called elsewhere: store_param_remainders in Megatron-LM, apex's DistributedFused
 mantissa in modded-nanogpt, which truncates instead of rounding. DeepSpeed and FSDP2 have no such option.
 Wire: as in stage 4. Memory: 2 + 14/d bytes per parameter instead of 2 + 16/d, and during the step the main parameters
 of one bucket.
-How: the upper 16 bits of an fp32 number are a bf16 number. The remainder, a signed 16-bit number, is what is left over.
+How: the upper 16 bits of an fp32 number are a bf16 number. The remainder is the rest, a signed 16-bit number.
 Main parameters equal stage 4's to the bit. Parameters differ only at ties, about 2^-16 of all: they are rounded up
 (away from zero) instead of to even, which is one unit in the last place.
 Other dtypes, such as fp32 norms in a bf16 model: kept as in stage 4.
