@@ -1,13 +1,13 @@
-"""Checkpoints in files, which torch.distributed.checkpoint (DCP) writes and reads: torch's own lines made safe.
+"""Saves checkpoints in files and loads them, by torch.distributed.checkpoint (DCP): torch's own lines made safe.
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
-`save` adds that the folder gets its name when all of it is there, checksums, and one error on all ranks. `load` adds
-that nothing changes before everything has been read and found to fit. The folders are DCP's: any program with torch's
-lines reads them, and `load` reads those of FSDP2 programs.
+`save` adds three things: checksums, one error on all ranks, and a folder that gets its name when it is complete. `load`
+changes nothing before everything has been read and fits. The folders are DCP's: any program with torch's lines reads
+them, and `load` reads the folders of FSDP2 programs.
 """
 
 import errno
@@ -53,31 +53,31 @@ from .storage import METADATA, SUMS, LoadPlanner, Reader, SavePlanner, Writer, p
 
 # Hyperparameters about how this process computes, so they are saved but not loaded.
 HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable", "param_names"}
-DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # of a disk that can't read what it has
+DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # a disk can't read its own content
 
 
 @torch.no_grad()
 def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra: object = None,
          *, asynchronous: bool = False) -> Future[None]:
-    """Write a checkpoint: a folder `path`, which appears when everything is in it. Collective.
+    """Write a checkpoint: a folder `path`, which appears when it is complete. Collective.
 
-    With tensor parallelism all ranks of the mesh call it.
+    With tensor parallelism all ranks of the mesh call this function.
 
     Args:
         path: doesn't exist yet, and lies where all ranks can write. Until it exists there is a "….partial" beside it.
-        model: what all ranks have of it is saved as the first rank has it.
+        model: where several ranks have one value, the first rank's is saved.
         optimizer: a DistributedOptimizer of any stage, guard.chained.Chained, or a torch optimizer. Chained may have
             experts of smaller process groups if each expert has a name of its own.
         extra: anything more of this rank, such as random states: numbers, texts, bytes, tensors, dtypes, devices, and
-            dicts, lists, tuples and sets of these. What parameter groups hold must be like that too.
+            dicts, lists, tuples and sets of these. Hyperparameters in parameter groups must be of these kinds, too.
         asynchronous: copy everything to the CPU, wait for the previous save, and write while training goes on.
 
-    Returns a Future: `.result()` waits, and raises what went wrong. Call it before destroy_process_group(). If nobody
-    does, the next save raises the error. It is printed at once, too.
+    Returns a Future: `.result()` waits, and raises the error of the save. Call it before destroy_process_group(). If
+    nobody calls it, the next save raises the error. An error is printed at once, too.
 
     Raises, on every rank:
         UnfitModel: `optimizer` is of another model, or two ranks have different parameters of one name.
-        CheckpointError: `path` exists or can't be written, something can't be read again, an earlier save has failed.
+        CheckpointError: `path` exists or can't be written, a value couldn't be read again, an earlier save has failed.
         RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
     """
     path = Path(path).absolute()
@@ -94,20 +94,25 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 def unwrapped_optimizer(optimizer):
-    """Return the stage's optimizer in a wrapper, such as accelerate's, Lightning's or Fabric's; else `optimizer`."""
+    """Return the stage's optimizer inside a wrapper of accelerate, Lightning or Fabric. Without a wrapper: `optimizer`.
+    """
     wrapped = getattr(optimizer, "optimizer", None)
-    return unwrapped_optimizer(wrapped) if hasattr(wrapped, "pieces") or hasattr(wrapped, "n_ranks") else optimizer
+    is_ours = hasattr(wrapped, "pieces") or hasattr(wrapped, "n_ranks")  # a stage's optimizer, or a Chained
+    return unwrapped_optimizer(wrapped) if is_ours else optimizer
 
 
 def saver_for(optimizer) -> Saver:
-    """Return the Saver of the ranks that share the model: with DTensors, all ranks of their meshes. Collective."""
+    """Return the Saver of all ranks that share the model, also over the meshes of DTensors. Collective."""
     optimizer = unwrapped_optimizer(optimizer)
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if isinstance(param, DTensor))
     return saver_of(getattr(optimizer, "process_group", None), meshes)
 
 
 def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
-    """Return what this rank saves. Collective: raises on every rank if the ranks don't save one model to one path."""
+    """Return the state that this rank saves, with copies on the CPU if `is_copied`. Collective.
+
+    Raises on every rank: the ranks don't save one model to one path, or a state can't be saved.
+    """
     error_prefix = f"checkpoint {path} can't be written"
     rank, _ = rank_and_size(group)
     with errors_on_all(error_prefix, group):
@@ -124,7 +129,7 @@ def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
 
 
 def torchs_state(model, optimizer, options=None) -> dict:
-    """Return what torch's get_state_dict() returns. It makes a plain optimizer's first state, which is dropped here."""
+    """Return the state_dicts of torch's get_state_dict(). If it makes a plain optimizer's first state, drop that."""
     params_of_model = {*model.parameters()}
     for key in [*all_params(optimizer), *optimizer.state]:
         if key not in params_of_model:
@@ -143,8 +148,10 @@ def copy_on_cpu(tensor):
 
 
 def facts_to_agree_on(path, model, optimizer, model_state) -> dict:
-    """Return what must be equal on all ranks that have it: the path; and of each parameter the shape, and of an expert
-    the ranks that have this expert.
+    """Return name -> fact. Ranks that have the same name must have equal facts.
+
+    Facts are the path, the number of parameter groups, and the shape of each tensor of the model; for an expert's
+    parameter also the ranks that have this expert.
     """
     names = {param: name for name, param in model.named_parameters()}
     ranks_of_experts = {}
@@ -162,8 +169,8 @@ def facts_to_agree_on(path, model, optimizer, model_state) -> dict:
 
 
 def refuse_different(facts_of_ranks):
-    """Raise UnfitModel if two ranks have one name for different things."""
-    rank_and_fact = {}
+    """Raise UnfitModel if two ranks have different facts of one name."""
+    rank_and_fact = {}  # name -> (the first rank that has the name, its fact)
     for rank, facts in enumerate(facts_of_ranks):
         for name, fact in facts.items():
             first_rank, first_fact = rank_and_fact.setdefault(name, (rank, fact))
@@ -174,7 +181,7 @@ def refuse_different(facts_of_ranks):
 
 
 def make_partial_folder(path, group) -> Path:
-    """Make the folder in which `path` is written until everything is in it, on the first rank. Collective."""
+    """Return the folder that gets the name `path` when it is complete. The first rank makes it. Collective."""
     token = all_gather(secrets.token_hex(4), group)[0]
     partial = path.with_name(f"{path.name}.{token}.partial")
     with errors_on_all(f"checkpoint {path} can't be written", group):
@@ -186,23 +193,25 @@ def make_partial_folder(path, group) -> Path:
 
 
 def write(path, partial, state, group):
-    """Write what this rank has to `partial`, then the checksums, and give the folder its name. Collective."""
+    """Write this rank's `state` to the folder `partial`, then the checksums, and rename the folder. Collective."""
     error_prefix = f"checkpoint {path} can't be written"
     writer = Writer(partial)
     try:
         with errors_on_all(error_prefix, group):
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
-        sums_of_ranks = all_gather(writer.fs.sums, group)
+        sums = {}
+        for sums_of_rank in all_gather(writer.fs.sums, group):
+            sums.update(sums_of_rank)
         with errors_on_all(error_prefix, group):
             if rank_and_size(group)[0] == 0:
-                finish(path, partial, {name: sums for of_rank in sums_of_ranks for name, sums in of_rank.items()})
-    except (CheckpointError, KeyboardInterrupt, SystemExit):  # not after a time-out: other ranks may still write
+                finish(path, partial, sums)
+    except (CheckpointError, KeyboardInterrupt, SystemExit):  # after a time-out, other ranks may still write
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def finish(path, partial, sums):
-    """Write the checksums, and give the folder its name."""
+    """Write the checksums, and rename the folder `partial` to `path`. sums: file name -> (size in bytes, CRC-32)."""
     for name in sums:
         if not (partial / name).is_file():
             raise FileNotFoundError(errno.ENOENT, f"{name} of another rank isn't here: all need the same folder")
@@ -218,14 +227,16 @@ def finish(path, partial, sums):
 
 @torch.no_grad()
 def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Read a checkpoint into `model` and `optimizer`, each rank what it needs. Return `extra`. Collective.
+    """Read a checkpoint into `model` and `optimizer`: each rank reads the parts that it needs. Collective.
 
-    On another number of ranks than it was saved on, `extra` is that of rank 0. Its tensors are on the CPU. Everything
-    is read before anything is changed: for that moment each rank has the model and its state a second time, on the CPU.
-    A checkpoint that torch's own lines have written for FSDP2 is loaded, too; its `extra` is None.
+    Returns the `extra` that this rank has saved, with tensors on the CPU; on another number of ranks, that of rank 0. A
+    checkpoint that torch's own lines have written for FSDP2 is loaded, too; its `extra` is None.
+
+    Everything is read before anything is changed. So for a moment each rank has the model and its state a second time,
+    on the CPU.
 
     Raises, on every rank, before anything is changed:
-        DamagedCheckpoint: it is damaged, or not complete, or the disk can't read it.
+        DamagedCheckpoint: the checkpoint is damaged, or not complete, or the disk can't read it.
         ForeignCheckpoint: it is of another model or optimizer, or has keys that nothing here uses.
         CheckpointError: anything else.
     """
@@ -259,23 +270,28 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 def as_checkpoint_error(error):
-    """Return a ForeignCheckpoint for what doesn't fit, a DamagedCheckpoint for what a disk can't read, else `error`."""
+    """Return `error` as the subclass of CheckpointError that it is, or `error` itself.
+
+    A value that doesn't fit means a ForeignCheckpoint. A pickle or a disk that can't be read means a DamagedCheckpoint.
+    """
     if isinstance(error, (ValueError, KeyError)) and not isinstance(error, CheckpointError):
         return ForeignCheckpoint(f"it is of another model or optimizer: {error}")
-    if isinstance(error, pickle.UnpicklingError):  # whose text says how to run the code
+    if isinstance(error, pickle.UnpicklingError):  # torch's text would say how to run the code
         return DamagedCheckpoint("a tensor is damaged: it is no plain value")
-    return DamagedCheckpoint(error.strerror) if getattr(error, "errno", None) in DISK_ERRORS else error
+    if getattr(error, "errno", None) in DISK_ERRORS:
+        return DamagedCheckpoint(error.strerror)
+    return error
 
 
 def is_flattened(metadata):
-    """Return whether the optimizer's state has torch's flattened form, with hyperparameters for each parameter."""
+    """Return whether the optimizer's state has torch's flattened form, in which each parameter has hyperparameters."""
     return any(path[0] == "optimizer" and len(path) == 2 for path in (metadata.planner_data or {}).values())
 
 
 def memory_for(own_state, metadata, group) -> dict:
-    """Return what this rank reads: memory on the CPU for each tensor of `own_state`, and keys of other values.
+    """Return a state_dict for DCP to fill: memory on the CPU for each tensor of `own_state`, and keys of other values.
 
-    The checkpoint decides which hyperparameters there are, and whether there is an `extra`.
+    It has the hyperparameters that the checkpoint has, and an `extra` if the checkpoint has any.
     """
     stored = metadata.state_dict_metadata
     state = tree_map_only(torch.Tensor, empty_on_cpu, own_state)
@@ -284,7 +300,7 @@ def memory_for(own_state, metadata, group) -> dict:
         if isinstance(tensor, torch.Tensor):
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
                 raise UnfitModel(f"{name} is expanded, so nothing can be copied into it: make it contiguous()")
-            if tensor.data_ptr():  # tied tensors are read once
+            if tensor.data_ptr():  # tied tensors get one memory
                 place = tensor.data_ptr(), tensor.shape, tensor.stride()
                 state["model"][name] = memory_of.setdefault(place, state["model"][name])
     rank, n_ranks = rank_and_size(group)
@@ -301,11 +317,12 @@ def memory_for(own_state, metadata, group) -> dict:
 
 
 def empty_on_cpu(tensor):
+    """Return memory for a tensor on the CPU; for a DTensor on its own device."""
     return torch.empty_like(tensor, device=tensor.device if isinstance(tensor, DTensor) else "cpu")
 
 
 def options_to_read(number, stored) -> dict:
-    """Return memory for the hyperparameters that a parameter group has in the checkpoint; None for what is no tensor.
+    """Return hyperparameter -> memory for its tensor, or None if it is no tensor, for group `number` of the checkpoint.
     """
     prefix = f"optimizer.param_groups.{number}."
     options = {}
@@ -321,17 +338,17 @@ def options_to_read(number, stored) -> dict:
 
 
 def keys_in_file(state, metadata) -> dict[str, str]:
-    """Return key of `state` -> key in the checkpoint, of the model and of main parameters.
+    """Return key of `state` -> key in the checkpoint, for the model and for main parameters.
 
-    torchtitan has the names of the model beside "optimizer", and not under "model". Where only one of checkpoint and
-    optimizer has main parameters, these are the model's parameters for the other. And a model of another dtype is
-    read from the main parameters, so that it is rounded once.
+    torchtitan has the names of the model beside "optimizer", and not under "model". If only the optimizer has main
+    parameters, they are read from the checkpoint's model. If only the checkpoint has them, the model is read from them.
+    A model of another dtype is also read from the main parameters, so that it is rounded once.
     """
     stored = metadata.state_dict_metadata
     own_keys, _ = flatten_state_dict(state)
     is_at_the_top = any(name in stored and f"model.{name}" not in stored for name in state["model"])
     key_in_file = {}
-    main_key_of = {}  # id of the memory of a parameter, which tied ones share -> key of its main parameter
+    main_key_of = {}  # id of a parameter's memory, which tied parameters share -> key of the main parameter
     for name, memory in state["model"].items():
         model_key = name if is_at_the_top else f"model.{name}"
         main_key = f"optimizer.state.{name}.main_param"
@@ -344,13 +361,13 @@ def keys_in_file(state, metadata) -> dict[str, str]:
 
 
 def keys_without_use(model):
-    """Return beginnings of keys that may be in a checkpoint though nothing uses them."""
+    """Return the beginnings of keys that a checkpoint may have although `load` doesn't use them."""
     frozen = [f"optimizer.state.{name}." for name, param in model.named_parameters() if not param.requires_grad]
-    return "about", "extra.", *frozen  # the first in those of 0.3
+    return "about", "extra.", *frozen  # version 0.3 wrote "about"
 
 
 def groups_to_load(state, own_state, optimizer) -> list[dict]:
-    """Return the parameter groups that were read, with this optimizer's own names and options of computing.
+    """Return the parameter groups of the checkpoint, with this optimizer's names of parameters and HOW_IT_COMPUTES.
 
     Raises ForeignCheckpoint: a parameter was in another group.
     """
@@ -368,15 +385,16 @@ def groups_to_load(state, own_state, optimizer) -> list[dict]:
 
 
 def with_own_options(saved_group, own_group):
-    """Return a saved group with this program's options of computing, which are nothing of the model."""
-    model_options = {key: value for key, value in saved_group.items() if key not in HOW_IT_COMPUTES}
-    return {**model_options, **{key: value for key, value in own_group.items() if key in HOW_IT_COMPUTES}}
+    """Return `saved_group` with the entries HOW_IT_COMPUTES of `own_group`."""
+    options = {key: value for key, value in saved_group.items() if key not in HOW_IT_COMPUTES}
+    own_options = {key: value for key, value in own_group.items() if key in HOW_IT_COMPUTES}
+    return {**options, **own_options}
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the complete checkpoint in `folder` with the highest number at the end of its name; None without any.
+    """Return the complete checkpoint in `folder` with the highest number at the end of its name; None if there is none.
 
-    Names without such a number, such as best, don't count.
+    A checkpoint without such a number, such as "best", doesn't count.
     """
     complete = {path.parent for path in Path(folder).glob(f"*/{METADATA}")
                 if path.is_file() and re.search(r"\d$", path.parent.name)}

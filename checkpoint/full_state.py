@@ -1,7 +1,7 @@
-"""An optimizer's state as one dict, or on other ranks: its parts are gathered, and cut again.
+"""Gathers an optimizer's state into one dict, cuts such a dict to load it, and moves a state to other ranks.
 
-Ranks send each other pickled tensors of the CPU, the state of one parameter at a time. One rank holds the whole state:
-save large models by files.
+Ranks send each other pickled tensors of the CPU, the state of one parameter at a time. One rank holds the whole state,
+so save large models by files.
 """
 
 from typing import Any, NamedTuple
@@ -27,39 +27,44 @@ NOT_MOVED = "the state can't be moved"
 def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> dict[str, Any]:
     """Return the state_dict() of the plain torch optimizer, on the first rank, or on all ranks. Collective.
 
-    Tensors are whole, and on the CPU. Returns {} on the other ranks. For 16-bit parameters the state is in fp32, and
-    has a "main_param". With tensor parallelism all ranks of the mesh call it.
+    Tensors are whole, and on the CPU. Without `to_all` the other ranks get {}. For 16-bit parameters the state is in
+    fp32, and has a "main_param". With tensor parallelism all ranks of the mesh call this function.
 
     Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
-    if getattr(optimizer, "rank", 0) < 0 and not to_all:
+    is_left_out = getattr(optimizer, "rank", 0) < 0  # reshard() has moved the state to other ranks
+    if is_left_out and not to_all:
         return {}
     group = saver_for(optimizer).state_group
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
     with errors_on_all(NOT_READ, group):
         own = own_state_dict(optimizer)
-    state = whole_states(own["state"], len(all_params(optimizer)), None if to_all else 0, NOT_READ, group)
-    groups = tree_map_only(torch.Tensor, copy_on_cpu, own["param_groups"])
-    return {"state": state, "param_groups": groups} if to_all or dist.get_rank(group) == 0 else {}
+    to_rank = None if to_all else 0
+    state = whole_states(own["state"], len(all_params(optimizer)), to_rank, NOT_READ, group)
+    if dist.get_rank(group) != to_rank and not to_all:
+        return {}
+    return {"state": state, "param_groups": tree_map_only(torch.Tensor, copy_on_cpu, own["param_groups"])}
 
 
 def refuse_several_groups(optimizer):
+    """Raise RuntimeError for a Chained whose optimizers have process groups of different sizes."""
     if len({*getattr(optimizer, "n_ranks", ())}) > 1:
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
 def own_state_dict(optimizer):
-    """Return this rank's state_dict without fresh entries: of a parameter that was never stepped there is nothing."""
-    return state_dict_of(optimizer, with_fresh=False) if hasattr(optimizer, "pieces") else optimizer.state_dict()
+    """Return this rank's state_dict. Only a Chained's has entries for parameters that were never stepped."""
+    is_chained = not hasattr(optimizer, "pieces")
+    return optimizer.state_dict() if is_chained else state_dict_of(optimizer, with_fresh=False)
 
 
 def whole_states(states, n_params, to_rank, error_prefix, group):
-    """Return index -> name -> whole value, from the parts of the ranks in `states`. Collective.
+    """Return index -> name -> whole value, from `states`: index -> name -> this rank's part. Collective.
 
-    to_rank: the rank of the group that gets them; other ranks get {}. None: all ranks.
+    to_rank: the rank of the group that gets the whole values; other ranks get {}. None: all ranks.
     """
     wholes = {}
     for index in range(n_params):
@@ -67,7 +72,8 @@ def whole_states(states, n_params, to_rank, error_prefix, group):
         entries_of_ranks = gather(own_entries, to_rank, group)
         with errors_on_all(error_prefix, group):
             whole = {}
-            for name in dict.fromkeys(name for entries in entries_of_ranks for name in entries):
+            names = sum([list(entries) for entries in entries_of_ranks], [])
+            for name in dict.fromkeys(names):
                 values = [entries[name] for entries in entries_of_ranks if name in entries]
                 whole.update(whole_entry(name, values, f"{name} of parameter {index}"))
         if whole:
@@ -76,7 +82,10 @@ def whole_states(states, n_params, to_rank, error_prefix, group):
 
 
 def gather(value, to_rank, group) -> list:
-    """Return the `value` of each rank on one rank of the group; None: on all. Elsewhere an empty list. Collective."""
+    """Return the `value` of each rank, in rank order, on rank `to_rank` of the group. Other ranks get []. Collective.
+
+    to_rank: None returns the values on all ranks.
+    """
     if to_rank is None:
         return all_gather(value, group)
     values = [None] * dist.get_world_size(group) if dist.get_rank(group) == to_rank else None
@@ -85,18 +94,20 @@ def gather(value, to_rank, group) -> list:
 
 
 def whole_entry(name, values, label) -> dict:
-    """Return {name: whole value on the CPU} from the `values` of ranks; {} if no rank has an element."""
+    """Return {name: whole value on the CPU} from the `values` of the ranks; {} if no rank has an element.
+
+    Raises ValueError: the shards don't cover the whole value. `label` names it in the message.
+    """
     for value in values:
-        if not isinstance(value, FlatShard):
+        if not isinstance(value, FlatShard):  # it isn't cut, so any rank's value is the whole
             return {name: value}
     shards = [shard for shard in values if shard.local.numel()]
     if not shards:
         return {}
     whole = torch.empty(shards[0].shape, dtype=shards[0].dtype, device="cpu")
-    n_elements = 0
     for shard in shards:
         shard.copy_into(whole)
-        n_elements += 0 if shard.is_replica else shard.local.numel()
+    n_elements = sum(shard.local.numel() for shard in shards if not shard.is_replica)
     if n_elements != whole.numel():
         raise ValueError(f"{label} is there for {n_elements} of its {whole.numel()} elements only: some ranks have "
                          "stepped it and others not, or cleared it")
@@ -105,10 +116,10 @@ def whole_entry(name, values, label) -> dict:
 
 @torch.no_grad()
 def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any] | None) -> None:
-    """Load the `state_dict` of the first rank: a plain torch optimizer's, or `full_state_dict`'s. Collective.
+    """Load the first rank's `state_dict`, made by `full_state_dict` or by a plain torch optimizer. Collective.
 
-    Load the model first, because main parameters start from the 16-bit parameters if there is no "main_param". Raises
-    ValueError on every rank, before anything is changed, if the state_dict is from another model or optimizer.
+    Load the model first: without a "main_param" in the state_dict, main parameters start from the 16-bit parameters.
+    Raises ValueError on every rank, before anything is changed, if the state_dict is from another model or optimizer.
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
@@ -117,24 +128,31 @@ def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
 
 
 def cut_state_dict(optimizer, state_dict, source, error_prefix, group):
-    """Return what this rank loads, cut from the `state_dict` of rank `source` of the group. Collective.
+    """Return the state_dict that this rank loads, cut from the `state_dict` of rank `source`. Collective.
 
-    Raises UnfitModel on every rank: it is no state_dict, or a state doesn't fit.
+    Raises UnfitModel on every rank: rank `source` has passed no state_dict, or a state doesn't fit.
     """
+    is_source = dist.get_rank(group) == source
     is_state_dict = isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
-    is_source = dist.get_rank(group) == source and is_state_dict
-    rest = {key: value for key, value in state_dict.items() if key != "state"} if is_source else None
+    rest = None  # of a state_dict everything but the state
+    if is_source and is_state_dict:
+        rest = {key: value for key, value in state_dict.items() if key != "state"}
     rest = broadcast(rest, source, group)
     if rest is None:
         raise UnfitModel("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    members = [member for member in getattr(optimizer, "optimizers", [optimizer]) if member.rank >= 0]
-    parts = [part for member in members for part in parts_of(member)]
+    parts = []  # stays empty on a rank that gets no state
+    for member in getattr(optimizer, "optimizers", [optimizer]):  # of a Chained, several
+        if member.rank >= 0:
+            parts += parts_of(member)
     keys = [key for saved_group in rest["param_groups"] for key in saved_group["params"]]
     state = {}
     for number, key in enumerate(keys):
-        entries = tree_map_only(torch.Tensor, copy_on_cpu, state_dict["state"].get(key, {})) if is_source else None
+        entries = None
+        if is_source:
+            entries = tree_map_only(torch.Tensor, copy_on_cpu, state_dict["state"].get(key, {}))
         entries = broadcast(entries, source, group)
         with errors_on_all(error_prefix, group, as_unfit_model):
+            # `load_state_dict` refuses a state_dict of more parameters than the optimizer has.
             if number < len(parts) and parts[number].start < parts[number].stop:
                 state[key] = {name: loaded_value(parts[number], name, value) for name, value in entries.items()}
     groups = [*rest["param_groups"]]
@@ -151,6 +169,7 @@ def broadcast(value, source, group):
 
 
 def as_unfit_model(error):
+    """Return `error` as an UnfitModel, unless it is an interrupt or another error that ends the program."""
     return UnfitModel(str(error)) if isinstance(error, Exception) else error
 
 
@@ -162,7 +181,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     """Move parameters and state to the ranks of `process_group`. Collective over all ranks of the program.
 
     A rank outside of `process_group` keeps the current parameters and no state; a later group may include it again.
-    What the optimizer doesn't know, such as buffers of the model, stays as it is on each rank.
+    Tensors that the optimizer doesn't have, such as buffers of the model, stay as they are on each rank.
 
     Raises TypeError on every rank if the optimizer is not of stage 3 or 4, or has DTensors; RuntimeError between
     backward() and step(), or if the state is in several process groups, or can't be put together.
@@ -170,42 +189,42 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     optimizer = unwrapped_optimizer(optimizer)
     params = all_params(optimizer)
     if not hasattr(optimizer, "move_to") or any(isinstance(param, DTensor) for param in params):
-        raise TypeError(f"reshard() moves optimizers of stages 3 and 4 without DTensors: a {type(optimizer).__name__} "
-                        "of other parameters goes to other ranks by save() and load()")
+        raise TypeError("reshard() moves optimizers of stages 3 and 4 without DTensors: move this "
+                        f"{type(optimizer).__name__} by save() on the old ranks and load() on the new")
     if optimizer.rank >= 0:
         optimizer.refuse_different_settings()
-    group = saver_of(None).state_group
-    source = checked_source(optimizer, process_group, group)
-    with errors_on_all(NOT_MOVED, group):
-        own = state_dict_of(optimizer) if optimizer.rank >= 0 else {"state": {}}
-    own["state"] = whole_states(own["state"], len(params), source, NOT_MOVED, group)
+    all_ranks = saver_of(None).state_group
+    source = checked_source(optimizer, process_group, all_ranks)
+    with errors_on_all(NOT_MOVED, all_ranks):
+        state_dict = state_dict_of(optimizer) if optimizer.rank >= 0 else {"state": {}}
+    state_dict["state"] = whole_states(state_dict["state"], len(params), source, NOT_MOVED, all_ranks)
     for param in params:
         if optimizer.rank < 0:
-            param.grad = None  # a gradient of a rank outside counts nowhere, and would be part of the next step here
+            param.grad = None  # this rank has trained nothing, so its gradient must not count in the next step
         dist.broadcast(param.detach(), src=source)  # for ranks that join
-    optimizer.move_to(process_group)
-    own = cut_state_dict(optimizer, own, source, NOT_MOVED, group)
+    optimizer.move_to(process_group)  # from here on optimizer.rank is the rank in `process_group`
+    new_state_dict = cut_state_dict(optimizer, state_dict, source, NOT_MOVED, all_ranks)
     if optimizer.rank >= 0:
-        optimizer.load_state_dict(own)
+        optimizer.load_state_dict(new_state_dict)
 
 
 class Move(NamedTuple):
-    """What each rank tells the others before a move."""
+    """The facts that each rank sends to all others before a move."""
 
     old_rank: int  # in the present process group; -1: in none
     new_ranks: list  # the ranks of the new process group; empty if this rank isn't in it
-    n_params: list  # of each parameter group
-    has_grads: bool
+    n_params: list  # number of parameters of each parameter group
+    has_grads: bool  # whether the rank is between backward() and step()
 
 
-def checked_source(optimizer, process_group, group):
+def checked_source(optimizer, process_group, all_ranks):
     """Return the rank that is first in the present process group. Raises on every rank if a move isn't possible."""
-    with errors_on_all(NOT_MOVED, group):
+    with errors_on_all(NOT_MOVED, all_ranks):
         new_ranks = ranks_of(process_group)
-    n_params = [len(params["params"]) for params in optimizer.param_groups]
-    moves = all_gather(Move(optimizer.rank, new_ranks, n_params, optimizer.has_grads), group)
-    sources = [rank for rank, move in enumerate(moves) if move.old_rank == 0]
-    targets = [rank for rank, move in enumerate(moves) if move.new_ranks]
+    n_params = [len(group["params"]) for group in optimizer.param_groups]
+    moves = all_gather(Move(optimizer.rank, new_ranks, n_params, optimizer.has_grads), all_ranks)
+    sources = [rank for rank, move in enumerate(moves) if move.old_rank == 0]  # one for each process group
+    targets = [rank for rank, move in enumerate(moves) if move.new_ranks]  # all ranks that get a state
     if any(move.has_grads for move in moves):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
     if any(move.n_params != n_params for move in moves):
@@ -218,10 +237,15 @@ def checked_source(optimizer, process_group, group):
 
 
 def ranks_of(process_group):
-    """Return the ranks of the group; [] if this rank isn't in it. Raises TypeError or ValueError: it is no group."""
-    is_elsewhere = process_group == dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(process_group, (dist.ProcessGroup, type(None))) and not is_elsewhere:
+    """Return the ranks of `process_group`, None being all; [] if this rank isn't in it.
+
+    Raises TypeError or ValueError if `process_group` is no process group that exists.
+    """
+    is_group = process_group is None or isinstance(process_group, dist.ProcessGroup)
+    is_outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # new_group() returns it on other ranks
+    if not is_group and not is_outside:
         raise TypeError('process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a '
                         f"{type(process_group).__name__}")
-    is_member = dist.get_rank(process_group) >= 0
-    return dist.get_process_group_ranks(process_group or dist.group.WORLD) if is_member else []
+    if dist.get_rank(process_group) < 0:
+        return []
+    return dist.get_process_group_ranks(process_group or dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Communication between the ranks that save or load together: an error on one rank is an error on all of them.
+"""Lets the ranks that save or load together communicate: an error on one rank becomes an error on all ranks.
 
 These ranks have gloo groups of their own, whose time-out is long, so that a slow disk doesn't end training.
 """
@@ -14,13 +14,13 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-TIMEOUT = timedelta(minutes=30)  # for which ranks wait for another one that writes or reads
-LONGEST_LINE = 500  # letters
-SAVERS = weakref.WeakKeyDictionary()  # the group of all ranks -> ranks of process groups -> their Saver
+TIMEOUT = timedelta(minutes=30)  # a rank waits so long for another rank that writes or reads
+LONGEST_LINE = 500  # letters of an error
+SAVERS = weakref.WeakKeyDictionary()  # the default process group -> ranks of process groups -> their Saver
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint can't be written or loaded here. The message says why, in one line, the same kind on every rank."""
+    """A checkpoint can't be written or loaded here. The message says why, in one line. All ranks raise one class."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -41,7 +41,7 @@ def rank_and_size(group) -> tuple[int, int]:
 
 
 def all_gather(value, group) -> list:
-    """Return the `value` of each rank, in rank order; an object that pickle can send. Collective."""
+    """Return the `value` of each rank, in rank order. `value`: an object that can be pickled. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -53,10 +53,11 @@ def all_gather(value, group) -> list:
 def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
     """Turn any error inside, on any rank, into a CheckpointError on all ranks. Collective, at the end of the block.
 
-    A collective inside a block must be its first line: ranks that have failed before would be missing. The message
-    names the rank, unless all ranks have the same error. An interrupt by Ctrl-C stays what it is on its rank.
+    A collective inside a block must be its first line, because a rank that has failed before it would be missing. The
+    message names the rank, unless all ranks have the same error. An interrupt by Ctrl-C stays an interrupt on its rank.
 
-    as_checkpoint_error: returns an error as the kind of CheckpointError that it is. Any other is a CheckpointError.
+    as_checkpoint_error: function error -> an error of a subclass of CheckpointError, or `error` itself. An error of any
+        other class becomes a CheckpointError.
     """
     own_error = report = None
     try:
@@ -74,11 +75,12 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
         if report:
             kind, line = report
             is_the_same_everywhere = len(set(reports)) == 1
-            raise kind(f"{error_prefix}: {line if is_the_same_everywhere else f'rank {rank}: {line}'}") from None
+            of_rank = "" if is_the_same_everywhere else f"rank {rank}: "
+            raise kind(f"{error_prefix}: {of_rank}{line}") from None
 
 
 def error_of_this_rank(error, group):
-    """Return the error of this rank, from one that DCP raises on all ranks. None: other ranks have failed."""
+    """Return this rank's part of an error that DCP raises on all ranks. None: only other ranks have failed."""
     if not isinstance(error, CheckpointException):
         return error
     rank, _ = rank_and_size(group)
@@ -94,7 +96,7 @@ def first_line(error) -> str:
 
 
 class Saving(Future):
-    """The Future of an asynchronous save. `was_asked`: whether somebody has asked how the save went."""
+    """The Future of an asynchronous save. `was_asked`: whether a program has called result() since the save ended."""
 
     was_asked = False
 
@@ -113,11 +115,11 @@ class Saving(Future):
 
 
 class Saver:
-    """What the ranks that save and load together share.
+    """The process groups, the thread and the last save of ranks that save and load together.
 
     Attributes:
-        group: their gloo group for files, which a thread may be using. None: a program without process groups.
-        state_group: another gloo group, for states that ranks send each other meanwhile.
+        group: gloo group of the ranks for files, which the thread may be using. None: a program without process groups.
+        state_group: another gloo group of the ranks, for states that they send each other meanwhile.
         thread: writes one asynchronous save after the other.
         last: the Saving of the last asynchronous save.
     """
@@ -130,8 +132,7 @@ class Saver:
         self.last.set_result(None)
 
     def finish_last(self):
-        """Wait for the last asynchronous save. Raise its error on every rank unless somebody asked for it. Collective.
-        """
+        """Wait for the last asynchronous save, and raise its error on every rank unless a program has. Collective."""
         error = self.last.exception()
         own_line = first_line(error) if error and not self.last.was_asked else None
         self.last.was_asked = True
@@ -146,9 +147,9 @@ class Saver:
 
 
 def saver_of(process_group, meshes=()) -> Saver:
-    """Return the Saver of the ranks of `process_group`, and of the device meshes that these ranks are in. Collective.
+    """Return the Saver of the ranks of `process_group`, and of `meshes`, the meshes of its parameters. Collective.
 
-    The first message is in `process_group`: a rank that is missing is an error after the time-out of the user's group.
+    The first message is in `process_group`, so that a missing rank is an error after the time-out of the user's group.
     """
     if not dist.is_initialized():
         return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None, None))
@@ -160,7 +161,7 @@ def saver_of(process_group, meshes=()) -> Saver:
     savers = SAVERS.setdefault(dist.group.WORLD, {})
     is_known = ranks_of_groups in savers
     token_of_rank = {dist.get_rank(): secrets.token_hex(8)}
-    for group in groups[:1] if is_known else groups:  # after the last group, each rank knows the tokens of all
+    for group in groups[:1] if is_known else groups:  # after the last group, each rank knows all tokens
         for tokens in all_gather(token_of_rank, group):
             token_of_rank = token_of_rank | tokens
     if not is_known:
@@ -171,10 +172,10 @@ def saver_of(process_group, meshes=()) -> Saver:
 
 
 def new_group(ranks, name):
-    """Return a gloo group of some `ranks`, which are those that call this, under a `name` that no group ever had.
+    """Return a gloo group of `ranks`, all of which call this function, under a `name` that no group ever had.
 
-    torch would name the group after the number of groups that a rank is in. That may differ between the ranks. And
-    where torchrun has started the ranks again, its store has the addresses of the dead group of that name.
+    torch would name the group after the number of groups that a rank is in. This number may differ between the ranks.
+    And if torchrun has started the ranks again, its store has the addresses of a dead group of the same name.
     """
     with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
         return dist.new_group(ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)

@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint (DCP) leaves out: checksums, a check of what was read, and safe unpickling.
+"""Adds to torch.distributed.checkpoint (DCP) checksums, checks of a checkpoint's content, and safe unpickling.
 
-DCP's `.metadata` is a pickle, and so is each value that is no tensor. Here nothing but DCP's own classes comes out of
-the first, and torch.load(weights_only=True) reads the others.
+DCP's `.metadata` is a pickle, and so is each value that is no tensor. Here `.metadata` can only make objects of DCP's
+own classes, and torch.load(weights_only=True) reads the values.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from .ranks import DamagedCheckpoint, ForeignCheckpoint
 
 METADATA = ".metadata"
 SUMS = "checksums.json"  # file -> [bytes, CRC-32]
-CHUNK = 2**20  # bytes that are read at once
+CHUNK = 2**20  # a file is read in pieces of so many bytes
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {  # names that a `.metadata` may contain
     *((f"{DCP}.metadata", name) for name in (
@@ -45,11 +45,14 @@ ALLOWED = {  # names that a `.metadata` may contain
 
 
 class Packed(bytes):
-    """A value as torch.save has written it, so that DCP doesn't take it apart."""
+    """A value in the bytes of torch.save: DCP writes them as they are, and doesn't take the value apart."""
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's own. The lowest rank writes what all ranks have. Values that `load` couldn't read again are refused."""
+    """DCP's own planner, which also refuses values that `load` couldn't read again.
+
+    If several ranks have a value, the lowest rank writes it.
+    """
 
     def __init__(self):
         super().__init__(dedup_save_to_lowest_rank=True)
@@ -77,13 +80,13 @@ class SummedFile(io.BufferedWriter):
         self.n_bytes += memoryview(content).nbytes
         try:
             return super().write(content)
-        except OSError as error:  # torch.save replaces it by an error of its own
+        except OSError as error:  # torch.save would replace this error by its own
             self.error = error
             raise
 
 
 class SummingFileSystem(FileSystem):
-    """Sums up the files that it writes. `sums`: name -> its size in bytes, its CRC-32."""
+    """Computes the sums of the files that it writes. `sums`: file name -> (size in bytes, CRC-32)."""
 
     def __init__(self):
         self.sums = {}
@@ -110,14 +113,14 @@ class Writer(dcp.FileSystemWriter):
         self.fs = SummingFileSystem()
 
     def storage_meta(self):
-        return StorageMeta()  # without the name of the folder, which changes when everything is in it
+        return StorageMeta()  # without the name of the folder, which `finish` changes
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a folder whose files are as they were written, and whose metadata has nothing but DCP's objects."""
+    """Reads a folder after checking that its files are unchanged, and that its metadata has only DCP's objects."""
 
     def __init__(self, folder, rank, n_ranks):
         super().__init__(folder)
@@ -131,9 +134,9 @@ class Reader(dcp.FileSystemReader):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's own. It refuses keys that aren't there, and keys that a load would not use, and runs no code.
+    """DCP's own planner, which also refuses missing keys and unused keys, and runs no code of a pickle.
 
-    may_be_unused: beginnings of keys; an unused key that begins so is a warning.
+    may_be_unused: beginnings of keys. If an unused key has such a beginning, it is a warning and no error.
     """
 
     def __init__(self, may_be_unused):
@@ -153,7 +156,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         for key in self.metadata.state_dict_metadata.keys() - used:
             if not key.startswith(self.may_be_unused):
                 raise ForeignCheckpoint(f"it has {key}, which this model and optimizer don't have")
-            if not re.fullmatch(r"about|extra\.\d+", key):  # of 0.3, and `extra` of other ranks
+            if not re.fullmatch(r"about|extra\.\d+", key):  # a key of version 0.3, and the `extra` of other ranks
                 warnings.warn(f"{key} of the checkpoint isn't loaded", stacklevel=2)
         return super().create_global_plan(plans)
 
@@ -161,12 +164,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         key = read_item.dest_index.fqn
         try:
             set_element(self.original_state_dict, self.mappings[key], unpickled(stream))
-        except pickle.UnpicklingError:  # whose text says how to run the code
+        except pickle.UnpicklingError:  # torch's text would say how to run the code
             raise DamagedCheckpoint(f"{key} is damaged: it is no plain value") from None
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes DCP's own objects, and nothing else. No name in ALLOWED has a dot, so none leads to an attribute."""
+    """Makes DCP's own objects, and nothing else. No name in ALLOWED has a dot, so no name leads to an attribute."""
 
     def find_class(self, module, name):
         if (module, name) not in ALLOWED:
@@ -175,32 +178,34 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def check_boxes(metadata):
-    """Raise ValueError unless the boxes of each tensor cover it, and none of its elements twice."""
+    """Raise ValueError unless the boxes of each tensor cover each element of the tensor once."""
     for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata) and not stored.size:  # a scalar, which DCP's check leaves out
+        if isinstance(stored, TensorStorageMetadata) and not stored.size:  # DCP's check leaves out scalars
             require(len(stored.chunks) == 1, f"{key!r:.60} has no value")
-    several_plans = [None, None]  # with fewer plans gaps would pass
-    problems = _validate_global_plan(several_plans, metadata)  # a list of texts; in torch 2.11 whether there are none
+    several_plans = [None, None]  # with a single plan DCP accepts gaps
+    problems = _validate_global_plan(several_plans, metadata)  # a list of texts; in torch 2.11 True if all is right
     require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
 
 
 def renamed(metadata, stored_keys) -> dcp.Metadata:
-    """Return metadata in which each key of `stored_keys`, key -> key in the checkpoint, is read from that place."""
-    new_keys = defaultdict(list)
+    """Return metadata with other keys. `stored_keys`: new key -> key in the checkpoint. All other keys stay."""
+    new_keys = defaultdict(list)  # key in the checkpoint -> its new keys
     for key, stored_key in stored_keys.items():
         new_keys[stored_key].append(key)
     for key in metadata.state_dict_metadata.keys() - new_keys.keys() - stored_keys.keys():
         new_keys[key].append(key)
-    tensors = {key: metadata.state_dict_metadata[stored_key] for stored_key, keys in new_keys.items() for key in keys
-               if stored_key in metadata.state_dict_metadata}
-    places = {dataclasses.replace(index, fqn=key): place for index, place in metadata.storage_data.items()
-              for key in new_keys[index.fqn]}
+    tensors = {}
+    for stored_key, tensor in metadata.state_dict_metadata.items():
+        tensors.update(dict.fromkeys(new_keys[stored_key], tensor))
+    places = {}
+    for index, place in metadata.storage_data.items():
+        places.update({dataclasses.replace(index, fqn=key): place for key in new_keys[index.fqn]})
     return dataclasses.replace(metadata, state_dict_metadata=tensors, storage_data=places)
 
 
 @contextlib.contextmanager
 def opened(path):
-    """Open a file of a checkpoint. Any error from its content becomes a DamagedCheckpoint, which names the file."""
+    """Open a file of a checkpoint. An error in its content becomes a DamagedCheckpoint, which names the file."""
     try:
         require(path.is_file(), "it is missing, or no regular file")  # opening a FIFO would wait
         with open(path, "rb") as file:
@@ -219,9 +224,11 @@ def require(condition, message):
 
 
 def checksum_of_folder(folder, rank, n_ranks) -> int:
-    """Return a checksum by which ranks know whether they read the same folder. Raises DamagedCheckpoint.
+    """Return a checksum by which ranks know whether they read the same folder.
 
-    Each of `n_ranks` ranks reads its share of the files, and compares their sums with those when they were written.
+    Each of `n_ranks` ranks reads its share of the files, and compares their sums with the sums in the folder.
+
+    Raises DamagedCheckpoint: a file is missing, or has changed since it was written.
     """
     if not folder.is_dir():
         raise DamagedCheckpoint("there is no such folder")
@@ -262,11 +269,11 @@ def packed(value) -> Packed:
 
 
 def as_saved(value):
-    """Return a tensor's copy on the CPU, without what lies around it in memory; a number of NumPy's as Python's."""
+    """Return a tensor's copy on the CPU, without the rest of its memory; a NumPy number as a Python number."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else as_python(value)
 
 
 def unpickled(stream):
-    """Return a value that torch.save has written. Runs no code from it."""
+    """Return a value that torch.save has written, without running code in it."""
     with torch.serialization.safe_globals([frozenset]):
         return torch.load(stream, map_location="cpu", weights_only=True)

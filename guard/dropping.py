@@ -1,9 +1,9 @@
-"""Lets model.zero_grad() drop the gradients that have left `param.grad`: sent by stage 4, or in stage 3's `main_grad`.
+"""Lets model.zero_grad() drop gradients that aren't in `param.grad`: stage 4 sends them, stage 3 has `main_grad`.
 
 Situation: the usual loop of a GAN calls netD.zero_grad(). The generator's backward pass has computed gradients of the
-discriminator too, and stage 4 has sent them by then: they would count in the discriminator's next step. A loop that
-drops a step by model.zero_grad() is the same. Nothing notices `param.grad = None`. Shown by
-tests/stages/test_lost_gradients.py.
+discriminator too, and stage 4 has sent these gradients by then. Without this file the discriminator's next step would
+use them. A loop that gives a step up by model.zero_grad() needs the same. `param.grad = None` drops no gradient that
+has left `param.grad`. Shown by tests/stages/test_lost_gradients.py.
 """
 
 import functools
@@ -18,8 +18,9 @@ TORCHS_ZERO_GRAD = torch.nn.Module.zero_grad
 @untraced
 @functools.wraps(TORCHS_ZERO_GRAD)
 def zero_grad(module, set_to_none=True):
+    """Do what torch's Module.zero_grad does, and tell the optimizers, or buffers, that have hooks on the parameters."""
     TORCHS_ZERO_GRAD(module, set_to_none)
-    params_of = {}  # owner of our hook -> its parameters in the module
+    params_of = {}  # optimizer or buffer -> the parameters in the module that have its hook
     for param in module.parameters():
         for owner in owners_of(param):
             params_of.setdefault(owner, []).append(param)

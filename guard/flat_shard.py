@@ -1,4 +1,4 @@
-"""A tensor of which this rank has a range of flat elements, in the form that torch's own checkpoint functions take.
+"""Gives torch's checkpoint functions a tensor of which this rank has only a range of flat elements.
 
 Situation: a program saves and loads with `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as for FSDP2,
 on any number of ranks. torch's DTensor is cut by rows; the shards of stages 3 and 4 ignore rows. So FlatShard has the
@@ -17,10 +17,11 @@ class FlatShard(torch.Tensor):
 
     Attributes:
         local: (stop - start,): the elements on this rank.
-        start, stop: which elements of the box they are.
-        offsets, sizes: where the box begins in the whole, and its shape: all of it, or the local part of a DTensor.
+        start, stop: the range of these elements in the flattened box.
+        offsets, sizes: where the box begins in the whole, and the shape of the box. The box is the local part of a
+            DTensor; of any other tensor it is the whole.
         is_replica: whether another rank has the same box and writes it. DCP refuses boxes that overlap.
-        was_broadcast: whether a program has sent it to other ranks, which received no whole tensor.
+        was_broadcast: whether a program has broadcast this FlatShard. Other ranks then have no whole tensor.
         gather: function value -> the values of all ranks that have a part of the whole. None after unpickling.
     """
 
@@ -39,7 +40,7 @@ class FlatShard(torch.Tensor):
 
     @property
     def place(self):
-        """Return what is equal if another FlatShard has the same elements of the same whole."""
+        """Return a key that is equal for FlatShards of the same elements of a whole of the same shape."""
         return tuple(self.shape), self.offsets, self.sizes, self.start, self.stop
 
     def with_local(self, local):
@@ -48,7 +49,7 @@ class FlatShard(torch.Tensor):
                          self.gather)
 
     def boxes(self):
-        """Yield (offsets in the whole, elements in the shape of their box) of the boxes that this range consists of."""
+        """Yield each smaller box that this range consists of: (its offsets in the whole, its elements in its shape)."""
         begin = 0
         for offsets_in_box, sizes in boxes_of(self.sizes, self.start, self.stop):
             end = begin + math.prod(sizes)
@@ -86,7 +87,7 @@ class FlatShard(torch.Tensor):
         return items
 
     def __get_tensor_shard__(self, index):
-        """Return the elements of one box, where DCP reads or writes."""
+        """Return the elements of the box `index`, a view: DCP reads from it, or writes into it."""
         return next(part for offsets, part in self.boxes() if offsets == index.offset)
 
     def __reduce_ex__(self, protocol):
@@ -101,18 +102,18 @@ class FlatShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        """Copy, convert and fill the elements of this rank. Everything else is an error."""
+        """Copy, convert or make empty the elements of this rank. Any other function is an error."""
         name = function._schema.name
         shard = args[0]
         if name == "c10d::broadcast_":  # torch's full_state_dict=True sends this, since it gathers DTensors alone
             (shard,) = args[0]
-            shard.was_broadcast = True  # so that load_state_dict() refuses it: an error here would let others wait
+            shard.was_broadcast = True  # load_state_dict() refuses it; an error here would let other ranks wait
             whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
             return function([whole], *args[1:], **(kwargs or {}))
         if name == "aten::copy_" and isinstance(args[1], FlatShard) and shard.place == args[1].place:
             shard.local.copy_(args[1].local)
             return shard
-        if name == "aten::new_empty":  # DCP's stager makes a tensor so, and copies the attributes
+        if name == "aten::new_empty":  # DCP's stager makes an empty tensor, and then copies the attributes
             return FlatShard(shard.shape, 0, 0, shard.local.new_empty(0, **(kwargs or {})))
         if name in ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like"):
             return shard.with_local(function(shard.local, *args[1:], **(kwargs or {})))
@@ -122,8 +123,8 @@ class FlatShard(torch.Tensor):
 def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
     """Return (offsets, sizes) of the boxes that flat elements `start` to `stop` of a tensor of this shape consist of.
 
-    They come in the order of the elements. Elements 2 to 9 of a (3, 4) tensor are the end of row 0, row 1, and the
-    begin of row 2; in more dimensions the end of a row consists of boxes in turn:
+    The boxes come in the order of the elements. Elements 2 to 9 of a (3, 4) tensor are three boxes: the end of row 0,
+    row 1, and the begin of row 2. In more dimensions the end of a row consists of several boxes, too.
 
         . . a a
         b b b b

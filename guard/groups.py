@@ -1,13 +1,13 @@
-"""Parameter groups: ours, those of the inner optimizer, and those of the other ranks.
+"""Keeps parameter groups equal: our groups, the inner optimizer's groups, and the groups of the other ranks.
 
-Situation: an optimizer class of one's own, which reads attributes of parameters, writes into its groups, or replaces
-the tensors that it steps. Shown by tests/stages/test_own_classes.py,
+Situation: a program has an optimizer class of its own, which reads attributes of parameters, writes into its groups, or
+replaces the tensors that it steps. Shown by tests/stages/test_own_classes.py,
 `test_a_class_of_ones_own_trains_as_in_plain_torch`.
 
 Situation: a scheduler sets the lr from the loss of one rank (ReduceLROnPlateau). Ranks with different settings would
-silently mix two trainings. So the groups are compared whenever ranks communicate anyway: in the constructor, in
-`add_param_group`, before a full state or a save, and in stage 4, as a checksum, before each step. What the inner
-optimizer writes into its groups is compared in the following step. Shown by tests/stages/test_users.py,
+silently mix two trainings. So the ranks compare their groups whenever they communicate anyway: in the constructor, in
+`add_param_group`, before a full state or a save, and in stage 4, as a checksum, before each step. A value that the
+inner optimizer writes into its groups is compared in the following step. Shown by tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
@@ -24,7 +24,7 @@ def all_params(optimizer):
 
 
 def named_params(groups):
-    """Return [(name, parameter), …] for messages: a parameter's own name if the groups have names, else its place."""
+    """Return [(name, parameter), …]. Without names in the groups, the name is the place, such as "0 of group 1"."""
     return [(group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
             for g, group in enumerate(groups) for i, param in enumerate(group["params"])]
 
@@ -34,29 +34,27 @@ def name_of(param, groups):
 
 
 def hyperparameters(group):
-    """Return what a parameter group holds beside its parameters: lr, betas and so on."""
+    """Return the entries of a parameter group other than its parameters: lr, betas and so on."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def as_python(value):
-    """Return a number of NumPy's, as a schedule may leave, as Python's: torch.load(weights_only=True) refuses those."""
+    """Return a NumPy number, which a schedule may leave, as a Python number, and any other value unchanged.
+
+    torch.load(weights_only=True) refuses NumPy numbers.
+    """
     is_numpys = isinstance(value, numbers.Number) and hasattr(value, "item")
     return value.item() if is_numpys else value
 
 
-def copy_hyperparameters(sources, targets):
-    """Copy the hyperparameters of the groups `sources` into the groups `targets`, of which there are as many."""
-    for source, target in zip(sources, targets):
-        target.update(hyperparameters(source))
-
-
 def share_attributes(groups, own_groups, param_of):
-    """Give each main parameter the attributes of its parameter, and its name: an inner optimizer may read p.lr_mul.
+    """Give each main parameter the attributes and the name of its parameter: an inner optimizer may read p.lr_mul.
 
-    Both share one dict of attributes, so what is set later counts too.
+    A parameter and its main parameter share one dict of attributes. So the inner optimizer sees later changes, too.
 
     Args:
-        groups, own_groups: of the model's parameters, and the same of main parameters.
+        groups: groups of the model's parameters.
+        own_groups: the same groups, with the main parameters of this rank in place of the model's parameters.
         param_of: main parameter -> parameter.
     """
     for group, own_group in zip(groups, own_groups):
@@ -71,12 +69,12 @@ class InnerTensors:
     """Main parameters and their gradients, which the inner optimizer has in stages 3 and 4.
 
     A class of a user's own may assign `p.grad` or `p.grad.data` in its step, free gradients, end with zero_grad(), or
-    assign `p.data` in place of writing into `p`. With plain tensors such a class trains. Here it steps views: of the
-    buffer that is sent, and of the buffer in which gradients arrive.
+    assign `p.data` in place of writing into `p`. With plain tensors such a class trains. Here its parameters are views
+    of the buffer that is sent, and its gradients are views of the buffer in which gradients arrive.
 
     Attributes:
-        main_params, grads: as the inner optimizer was given them.
-        views: of each of these tensors another view of the same memory, out of a class's reach.
+        main_params, grads: the tensors that the inner optimizer has got.
+        views: for each of these tensors another view of the same memory, which the optimizer class can't reach.
     """
 
     def __init__(self, main_params):
@@ -85,7 +83,8 @@ class InnerTensors:
         self.views = [tensor.detach() for tensor in self.main_params + self.grads]
 
     def take_back(self):
-        """After a step, give each tensor its memory again, with what a parameter has now, and parameters gradients."""
+        """Give each tensor its own memory again after a step, with its present values, and each parameter its gradient.
+        """
         tensors = self.main_params + self.grads
         address_of = torch.Tensor.data_ptr
         if list(map(address_of, tensors)) != list(map(address_of, self.views)):
@@ -100,15 +99,15 @@ class InnerTensors:
 
 
 def mesh_groups_of(param):
-    """Return the process groups over which the elements of a DTensor are spread; for any other tensor, ()."""
+    """Return the process groups over which the elements of a DTensor are spread; () for any other tensor."""
     placements = enumerate(getattr(param, "placements", ()))
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 def settings_of(groups, others=()):
-    """Return {"lr of group 0": number, "betas[1] of group 0": number, …, **others} without what ranks can't compare.
+    """Return {"lr of group 0": number, "betas[1] of group 0": number, …, **others}, for the ranks to compare.
 
-    Ranks compare plain values and one-element CPU tensors. A tensor on a GPU isn't compared: reading it would wait.
+    Left out is all that is no number, text or CPU tensor of one element. Reading a tensor on a GPU would wait.
     """
     settings = dict(others)
     for g, group in enumerate(groups):
@@ -127,7 +126,7 @@ def settings_of(groups, others=()):
 
 
 def checksum_of(settings):
-    """Return a checksum of 31 bits, which fits a signed int32, and so does its negative.
+    """Return a checksum of 31 bits: the checksum and its negative fit into a signed int32.
 
     Floats count with nine digits, because a cosine schedule may differ in the last bit between two CPUs.
     """
@@ -136,24 +135,25 @@ def checksum_of(settings):
 
 
 def first_difference(settings, process_group):
-    """Name a setting that differs between the first rank and another one, with both values. Else None. Collective.
+    """Return a text about a setting that differs between the first rank and another one. Collective.
 
-    Floats may differ by rounding. `settings`: this rank's, name -> number or text.
+    None: all ranks have the same settings, but for the rounding of floats.
+    settings: name -> number or text, on this rank.
     """
     by_rank = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(by_rank, settings, group=process_group)
-    first_rank, *_ = ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     for rank, settings_of_rank in zip(ranks, by_rank):
         for name in by_rank[0] | settings_of_rank:
             first, other = by_rank[0].get(name), settings_of_rank.get(name)
             are_close = {type(first), type(other)} == {float} and math.isclose(first, other, rel_tol=1e-6)
-            if first != other and not are_close:  # by more than rounding
-                return f"{name} is {first} on rank {first_rank} and {other} on rank {rank}"
+            if first != other and not are_close:
+                return f"{name} is {first} on rank {ranks[0]} and {other} on rank {rank}"
     return None
 
 
 def error_if_settings_differ(settings, process_group):
-    """Return on every rank a RuntimeError if the settings of the ranks differ, or else None. Collective."""
+    """Return a RuntimeError on every rank if the settings of the ranks differ; None if they don't. Collective."""
     if difference := first_difference(settings, process_group):
         return RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the average of all "
                             "losses), or take an optimizer that writes the same")

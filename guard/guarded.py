@@ -1,22 +1,23 @@
-"""What the DistributedOptimizer of every stage does around its core, in which order.
+"""Runs, for the DistributedOptimizer of every stage, what happens around its core, in order.
 
 Situation: training, from the constructor to a save. Python looks a method up in three classes, in this order: the
-DistributedOptimizer of a stage's `distributed.py`, which has what differs between stages; Guarded; and the core. A
-method stands in one of the first two at most, so that `super()` means the core in both. `step` ends in the core's
-`step`, which calls `sync_grads`, `step_own` and `sync_params`: the guard hangs on these. A stage's class defines:
+DistributedOptimizer of a stage's `distributed.py`, which has the differences between stages; Guarded; and the core. At
+most one of the first two classes defines a method, so that `super()` means the core in both. `step` ends in the core's
+`step`. The core's `step` calls `sync_grads`, `step_own` and `sync_params`, which the guard overrides. A stage's class
+defines:
 
-    _refuse(named)              raise an error for parameters that the stage can't train; return what they store
+    _refuse(named)              raise an error for parameters that the stage can't train; return [(name, stored tensor)]
     _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
     _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
-    _watch_shards(groups)       what else to do after parameters have been sharded
-    _owned_ranges()             what `pieces` returns
+    _watch_shards(groups)       prepare the guard for parameters that were just sharded
+    _owned_ranges()             return the tuples of `pieces`
     _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new
-    _drop_grads(params, set_to_none)   what else zero_grad() of a module with `params` does; also a buffer may have it
-    _take_model_changes()       update main parameters from what others wrote into the model
+    _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(); a buffer may have it instead
+    _take_model_changes()       update main parameters where other code has written into the model
     has_grads                   whether this rank is between backward() and step()
-    _stage, _buffers_in_words() what repr() shows
-    _grads_elsewhere            whether there were gradients that are not in param.grad
-    _param_grad_holds           what torch's clipping would find in param.grad, see guard/scaling.py; also of a buffer
+    _stage, _buffers_in_words() texts for repr()
+    _grads_elsewhere            whether gradients of this step are, or were, in other places than param.grad
+    _param_grad_holds           what torch's clipping finds in param.grad, see guard/scaling.py; a buffer may have it
 
 Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
 """
@@ -31,14 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import (
-    all_params,
-    copy_hyperparameters,
-    error_if_settings_differ,
-    hyperparameters,
-    settings_of,
-    share_attributes,
-)
+from .groups import all_params, error_if_settings_differ, hyperparameters, settings_of, share_attributes
 from .hooks import GLOBAL_HOOKS, call_hooks_around_step, closure_returns, without_global_hooks
 from .refuse import callable_or_refusal, checked_groups, divisor_of, silence_torch
 from .scaling import clip_grads, multiply_grads, total_norm, watch_torch
@@ -47,11 +41,12 @@ from .skipping import found_inf
 from .state_dict import load_state_dicts, state_dict_of
 from .states import MAIN_PARAM, ByParameter
 
-RANGE = (13,)  # shape of a trial tensor that stands for a piece: nothing else in a state is likely to have 13 elements
+# Shape of the trial tensor for a piece of a parameter. Other entries of a state are unlikely to have 13 elements.
+RANGE = (13,)
 
 
 class Guarded(torch.optim.Optimizer):
-    __init__: Callable[..., None]  # the core's
+    __init__: Callable[..., None]  # of the core
     _before_average: Callable[[dict], bool]
     _stage: int
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
@@ -59,14 +54,14 @@ class Guarded(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
     _states: Any = None  # a ByParameter; None while torch's constructor runs
     _chain: Any = None  # a weak reference to the Chained that has this optimizer
-    _n_steps = 0  # how many steps were taken since the shards were made, and before a state_dict that was loaded
+    _n_steps = 0  # steps taken with the present shards, plus the steps before a state_dict that was loaded
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
-        """Return the parameter groups, after all checks. `settings`: the stage's own arguments, by name."""
+        """Check all arguments, and return the parameter groups. `settings`: the stage's own arguments, by name."""
         silence_torch()
         watch_torch(self)
         classes = type(self).__mro__
-        call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core, whose step ours ends in
+        call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core and its bases
         self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group, self.average_over = process_group, average_over
         return checked_groups(self, params, settings)
@@ -91,12 +86,12 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def shard(self, groups):
-        """Shard as the core does. Return the groups of the inner optimizer, as a class of a user's own wants them."""
+        """Shard as the core does. Return the groups of the inner optimizer, with names and attributes of parameters."""
         if any(group["params"] for group in groups):
             own_groups = super().shard(groups)
-        else:  # an empty group, as a split by weight decay may make
+        else:  # all groups are empty, as a split by weight decay may make one
             own_groups = [{**hyperparameters(group), "params": []} for group in groups]
-        # Autograd doesn't see the broadcast. A new version lets it refuse a graph that has read the old values.
+        # Autograd doesn't see the broadcast. Because of a new version it refuses a graph that has read the old values.
         torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
         self._watch_shards(groups)
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
@@ -123,7 +118,7 @@ class Guarded(torch.optim.Optimizer):
         return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _move_to(self, process_group):
-        """Take the shards of this rank in `process_group`, without state, after the old shards were given up."""
+        """Take the shards of this rank in `process_group`, without state. The old shards were given up before."""
         self.process_group = process_group
         self._n_steps = 0
         if dist.get_rank(process_group) >= 0:
@@ -167,7 +162,7 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_grads(self, **arguments):
-        """Average the gradients as the core does, unless that is done, and divide by `average_over`.
+        """Average the gradients as the core does, if they aren't averaged yet, and scale them by `average_over`.
 
         arguments: of `clip_grad_norm_` or `scale_grads_`; stage 4 compares them between the ranks.
         """
@@ -177,13 +172,14 @@ class Guarded(torch.optim.Optimizer):
             multiply_grads(self._averaged_params(), self._grad_factor)
 
     def step_own(self):
-        """Step as the core does, from what others have written into the model and into the state."""
+        """Step as the core does, after taking in what other code has written into the model and into the state."""
         if self._states.accessed_params:
             self._states.cut_whole_tensors()
         self._take_model_changes()
         with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext(), named("inner step"):
             super().step_own()
-        copy_hyperparameters(self.optimizer.param_groups, self.param_groups)  # some optimizers count steps there
+        for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
+            group.update(hyperparameters(own_group))  # some optimizers count steps there
         self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -191,34 +187,34 @@ class Guarded(torch.optim.Optimizer):
         return contextlib.nullcontext()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Begin or end what `no_sync` does, as FSDP2's method of this name does."""
+        """Do nothing, as `no_sync` does. In stage 4 False begins, and True ends, what `no_sync` does there."""
 
     @torch.no_grad()
     def finish_grad_sync(self, **arguments: Any) -> None:
         """Average the gradients over the ranks. Idempotent; `step`, `clip_grad_norm_` and `scale_grads_` call it.
 
-        In stages 1 and 2 `param.grad` then holds the average. Sparse gradients become dense; one that is missing on
-        some ranks counts as zero there. In stage 3 each rank receives its shard, and until `step` or `zero_grad`
-        `param.grad` is not the gradient: assigning one or running a backward pass is a RuntimeError. Freeze a layer on
-        all ranks or on none, and before backward(). Collective.
+        In stages 1 and 2 `param.grad` then holds the average. Sparse gradients become dense. A gradient that is missing
+        on some ranks counts as zero there. In stage 3 each rank receives its shard, and until `step` or `zero_grad`
+        `param.grad` is not the gradient: assigning a gradient or running a backward pass is a RuntimeError. Freeze a
+        layer on all ranks or on none, and before backward(). Collective.
 
         Args:
             arguments: of `clip_grad_norm_` or `scale_grads_`. Stage 4 compares them between the ranks.
 
         Raises:
-            RuntimeError: a parameter received no gradient in stage 4, or was assigned one too late, or its `data` was
-                replaced; or `arguments` or the parameter groups of the ranks differ, in lr for example. In stage 4
-                raised on every rank, unless the ranks have agreed already, in `clip_grad_norm_` say.
+            RuntimeError: a parameter received no gradient in stage 4, or a gradient was assigned too late, or a
+                parameter's `data` was replaced; or `arguments` or the parameter groups of the ranks differ, in lr for
+                example. Stage 4 raises it on every rank, unless the ranks have agreed before, in `clip_grad_norm_` say.
         """
         self.sync_grads(**arguments)
 
     @property
     def _n_averaged(self):
-        """Return what the sum of gradients is divided by where `average_over` is None."""
+        """Return the number by which the sum of gradients is divided if `average_over` is None."""
         return dist.get_world_size(self._agreement_group)
 
     def _refuse_late_backward(self):
-        """Refuse gradients that come after the average, if they would be added to scaled ones."""
+        """Refuse gradients that come after the average, if they would be added to gradients that were scaled."""
         if self._grad_factor != 1:
             raise RuntimeError("the gradients were averaged and divided by average_over already: call step() or "
                                "zero_grad() first")
@@ -227,7 +223,7 @@ class Guarded(torch.optim.Optimizer):
     def scale_grads_(self, factor: float | torch.Tensor) -> None:
         """Multiply the averaged gradients of the whole model by `factor`; before `clip_grad_norm_`. Collective.
 
-        For example by ranks / tokens, where the losses are sums over tokens whose number is known late.
+        For example by ranks / tokens, if the losses are sums over tokens, and the number of tokens is known late.
 
         Args:
             factor: the same on every rank: a number, or a tensor without dimensions, whose value no host reads.
@@ -255,7 +251,7 @@ class Guarded(torch.optim.Optimizer):
         return all_params(self.optimizer)
 
     def pieces(self):
-        """Return [(param, start, stop, main), …]: flat elements start:stop of `param` are updated here, as `main`."""
+        """Return [(param, start, stop, main), …]: this rank updates elements start:stop of flat `param`, as `main`."""
         with torch.no_grad():
             self._take_model_changes()
             self._states.cut_whole_tensors()
@@ -263,9 +259,9 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """Return the state of what this rank updates, by parameter; of flat pieces in stages 3 and 4.
+        """Return a mapping parameter -> its state on this rank. In stages 3 and 4 that is the state of a flat piece.
 
-        A dict that is assigned is copied.
+        Assigning a dict copies it.
         """
         return self._states
 
@@ -277,8 +273,9 @@ class Guarded(torch.optim.Optimizer):
     def state_dict(self):
         """Return {"state": {index: {name: value}}, "param_groups": […]}, as torch's optimizers do. Not collective.
 
-        What is cut is a FlatShard: it has the shape of the whole, the elements of this rank, and `full_tensor()`. So
-        torch's get_state_dict(), torch.distributed.checkpoint and set_state_dict() save it, and load it on any ranks.
+        A tensor that is cut is a FlatShard: it has the shape of the whole, the elements of this rank, and
+        `full_tensor()`. So torch's get_state_dict(), torch.distributed.checkpoint and set_state_dict() save the
+        state_dict, and load it on any number of ranks.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -288,21 +285,21 @@ class Guarded(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank, or what torch.distributed.checkpoint read into it. Collective.
+        """Load a `state_dict` that this rank has returned, or torch.distributed.checkpoint has read. Collective.
 
         Tensors of a parameter's shape are cut, so the state_dict of a plain torch optimizer is loaded too. As in torch,
         tensors that fit are not copied.
 
         Raises:
-            ValueError: on every rank, before anything is changed, if on any rank the state_dict is of other elements or
-                another optimizer, or can't be loaded; or if the state_dicts of the ranks have different
+            ValueError: on every rank, before anything is changed, if on any rank the state_dict has other elements, or
+                is of another optimizer, or can't be loaded; or if the state_dicts of the ranks have different
                 hyperparameters, or are of different steps.
         """
         with torch.no_grad():
             load_state_dicts([self], [state_dict], self._agreement_group)
 
     def _stepped_as(self, param):
-        """Return (shape, dtype) of a trial tensor that is stepped as this rank's piece of `param` is, in 32 bits."""
+        """Return (shape, dtype) of the trial tensor for this rank's piece of `param`; pieces are stepped in 32 bits."""
         shape = param.shape if self._steps_whole_params else RANGE
         return shape, torch.promote_types(param.dtype, torch.float32)
 
@@ -319,7 +316,7 @@ class Guarded(torch.optim.Optimizer):
             raise error
 
     def __repr__(self):
-        """Return what this rank has of the model, and torch's text about the groups."""
+        """Return a text: how much of the model and of the state this rank has, and torch's text about the groups."""
         if self._states is None:  # the constructor has failed
             return super().__repr__()
         tensors = [value for state in self.optimizer.state.values() for value in state.values()
@@ -338,11 +335,12 @@ class Guarded(torch.optim.Optimizer):
 
     # Lightning and Fabric wrap an optimizer in an object of a new class, which inherits from their wrapper and from our
     # class. A method of ours would then have the wrapper as `self`: it would assign to the wrapper, and would find the
-    # wrapped optimizer in `self.optimizer`, where it expects the inner one. So such a class forwards our attributes to
-    # the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
+    # wrapped optimizer in `self.optimizer`, where it expects the inner optimizer. So such a class forwards our
+    # attributes to the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        # A class whose constructor is called is no wrapper class: a wrapper is made otherwise, and changes its class.
+        # Nobody calls the constructor of such a class: the wrapper is made first, and gets this class then. So a class
+        # whose constructor is called needs no forwarding.
         for kind in cls.__mro__:
             for name in [name for name, value in vars(kind).items() if isinstance(value, ForwardedAttribute)]:
                 delattr(kind, name)
@@ -353,7 +351,7 @@ class Guarded(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs):
         """Forward our attributes if our class comes after another base, because `cls` may be a wrapper then."""
         super().__init_subclass__(**kwargs)
-        if "step" in vars(cls):  # it calls ours, which calls the hooks
+        if "step" in vars(cls):  # this step calls our step, which calls the hooks
             cls.step.hooked = True
         for base in [base for base in cls.__bases__[1:] if issubclass(base, Guarded)]:
             for name in dir(base):
@@ -361,9 +359,9 @@ class Guarded(torch.optim.Optimizer):
                     setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
 
 
-def named(what):
-    """Return a context whose content has a name in torch.profiler; where no profiler runs, one that costs nothing."""
-    return torch.profiler.record_function(what) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+def named(name):
+    """Return a context that torch.profiler shows under this name. Without a profiler the context costs nothing."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 def mean_loss(optimizer, closure, process_group):
@@ -385,5 +383,5 @@ class ForwardedAttribute(property):
                          lambda wrapper, value: setattr(wrapper._itself(), name, value))
         self.attribute_of_class = attribute_of_class
 
-    def __get__(self, wrapper, kind=None):  # the class itself has the attribute, which a program may patch
+    def __get__(self, wrapper, kind=None):  # a program may read and patch the attribute of the class
         return self.attribute_of_class if wrapper is None else super().__get__(wrapper, kind)

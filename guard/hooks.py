@@ -1,9 +1,10 @@
-"""Gradient hooks when optimizers are replaced or dropped, and torch's hooks for all optimizers.
+"""Hooks gradients so that optimizers can be replaced or dropped, and runs torch's step hooks once per step.
 
-Parameters don't keep their optimizer alive, and of two optimizers the later one gets the gradients. torch's hooks for
-all optimizers run once per step. No process group may outlive destroy_process_group(), which ends its threads: at exit
-they could abort Python. Shown by tests/stages/test_models.py, `test_python_ends_without_a_word`, and
-tests/stages/test_users.py, `test_hooks_of_all_optimizers_are_called_once_a_step`.
+Parameters don't keep their optimizer alive. If a program builds two optimizers on a parameter, the later one gets the
+gradients. torch's hooks for all optimizers run once per step, although an inner optimizer steps, too. No object here
+keeps a process group after destroy_process_group(): its threads could abort Python at exit. Shown by
+tests/stages/test_models.py, `test_python_ends_without_a_word`, and tests/stages/test_users.py,
+`test_hooks_of_all_optimizers_are_called_once_a_step`.
 """
 
 import contextlib
@@ -12,21 +13,21 @@ import inspect
 import weakref
 
 import torch
-import torch._dynamo  # early, because torch would import it with its first optimizer, and then hold the process group
+import torch._dynamo  # early: torch would import it with the first optimizer, and would hold the process group then
 from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # dicts
-active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # () -> None if nothing is being compiled
+active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # returns None if nothing is being compiled
 
 
 def untraced(function):
-    """Return `function`, excluded from torch.compile with everything it calls.
+    """Return a function that does what `function` does, and that torch.compile leaves out with everything it calls.
 
-    The wrapper of torch.compiler.disable() takes longer than a hook, so it is used only while something is compiled.
+    torch.compiler.disable() makes a wrapper that takes longer than a hook, so it is called only while torch compiles.
     """
     @skip
-    @functools.wraps(function)  # so that it can be pickled, with a model that has it as a hook
+    @functools.wraps(function)  # so that a model which has this function as a hook can be pickled
     def without_compiler(*args, **kwargs):
         return (function if active_compiler() is None else torch.compiler.disable(function))(*args, **kwargs)
 
@@ -36,15 +37,16 @@ def untraced(function):
 def hook_gradient(param, method, takes_gradient=False):
     """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. Returns a handle.
 
-    The hook holds the optimizer or buffer weakly. A frozen parameter gets it too, since it may be unfrozen later.
+    The hook holds the optimizer or buffer weakly. A frozen parameter gets a hook too, because a program may unfreeze
+    it later.
 
-    takes_gradient: whether `method` takes the gradient out of `param.grad`. Hooks of earlier optimizers that do so are
-        removed, whatever `method` does, because it would find no gradient.
+    takes_gradient: whether `method` takes the gradient out of `param.grad`. Hooks of earlier optimizers that take it
+        are removed, because `method` would find no gradient.
     """
     # Not weakref.WeakMethod, which prints an error for each parameter as Python ends.
     weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
 
-    @skip  # a compiled function may call backward(). `untraced` would take one more call per parameter
+    @skip  # because a compiled function may call backward(); `untraced` would add a call per parameter
     def hook(param):
         owner = weak_owner()
         if owner is not None:
@@ -52,7 +54,7 @@ def hook_gradient(param, method, takes_gradient=False):
 
     hook.takes_gradient, hook.owner = takes_gradient, weak_owner
     hooks = param._post_accumulate_grad_hooks or {}
-    for key, old_hook in list(hooks.items()):  # a copy: a dropped optimizer removes its own hooks, at any moment
+    for key, old_hook in list(hooks.items()):  # a copy, because a dropped optimizer may remove its hooks meanwhile
         if getattr(old_hook, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute
             hooks.pop(key, None)
     vars(param).pop("main_grad", None)  # the gradient of an earlier stage 3
@@ -63,15 +65,15 @@ def hook_gradient(param, method, takes_gradient=False):
 
 
 def owners_of(param):
-    """Return the optimizers, or buffers, that are told when the gradient of `param` is complete; a dead one is None."""
+    """Return the optimizers and buffers that have a gradient hook on `param`; None for one that no longer exists."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
 
 
 def call_hooks_around_step(classes):
-    """Let the first of `classes` that has a `step` call the step hooks around it, as torch does when it is built alone.
+    """Let the first of `classes` that defines a `step` call torch's step hooks around this step.
 
-    It may have been built alone before: then its `step` calls them already.
+    torch does the same when a program builds that class itself. If it has done so before, there is nothing to do.
     """
     core = next(cls for cls in classes if "step" in vars(cls))
     if not hasattr(core.step, "hooked"):
@@ -81,16 +83,16 @@ def call_hooks_around_step(classes):
 
 @contextlib.contextmanager
 def closure_returns(loss, optimizer):
-    """Within this context, `optimizer.step` gets a closure that returns `loss`, if it takes one.
+    """Within this context, pass `optimizer.step` a closure that returns `loss`, if `step` takes a closure.
 
-    A class may compute with the loss, as Polyak's step size does. One that calls its closure again would find the same
-    gradients, so that is an error.
+    A class may compute with the loss, as Polyak's step size does. A second call of the closure would leave the same
+    gradients, so a second call is an error.
     """
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         yield
         return
     step = optimizer.step
-    step_of_instance = vars(optimizer).get("step")  # somebody may have wrapped the method
+    step_of_instance = vars(optimizer).get("step")  # a program may have wrapped the method
 
     def step_with_loss():
         losses = [loss]
@@ -114,7 +116,7 @@ def closure_returns(loss, optimizer):
 
 @contextlib.contextmanager
 def without_global_hooks():
-    """Let hooks of register_optimizer_step_post_hook() run for our own step only, not for the inner optimizer's."""
+    """Within this context, run no hooks for all optimizers: they run around our step, not the inner optimizer's."""
     copies = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
     for hooks, _ in copies:
         hooks.clear()

@@ -1,10 +1,10 @@
 """Refuses optimizers that would update shards differently from whole tensors.
 
-Some are not element-wise, such as Lamb and Muon. Others update tensors together, such as Prodigy, so a rank's share
-would be updated differently. A class of a user's own may keep a gradient that is written anew before the next step, or
-have groups of its own. A trial on tensors of its own finds this out before anything is changed: it builds and steps the
-class as a stage does, beside one on plain tensors. Shown by tests/stages/test_probe.py and
-tests/stages/test_own_classes.py.
+Some optimizers are not element-wise, such as Lamb and Muon. Others update tensors together, such as Prodigy, and would
+update a rank's share differently. A class of a user's own may keep a gradient that a stage overwrites before the next
+step, or may have groups of its own. A trial finds such classes before anything is changed: on tensors of its own it
+builds and steps the class as a stage does, and once more on whole, plain tensors. Shown by tests/stages/test_probe.py
+and tests/stages/test_own_classes.py.
 """
 
 import collections
@@ -20,19 +20,19 @@ from .groups import InnerTensors, hyperparameters
 from .hooks import without_global_hooks
 from .schema import reason_of
 
-# (number of steps, whether all have the same gradient, its magnitude). Steady gradients show what accumulates over
-# steps, large ones show clipping, and the last phases show rules that count steps.
+# (number of steps, whether all steps have the same gradient, its magnitude). Steady gradients show differences that
+# accumulate over steps, large gradients show clipping, and the last phases show rules that count steps.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 # (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
-SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # by number of dimensions; with more of them (4, 4, 3, …)
-# Trials that passed in this process, so that a program with many optimizers waits once -> whether gradients were left.
+SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # by number of dimensions; with more dimensions (4, 4, 3, …)
+# A trial that has passed in this process -> whether it left gradients. A program with many optimizers then waits once.
 PASSED: dict[tuple, bool] = {}
 
 
 class Outcome(NamedTuple):
-    moved: list  # how far the values moved in each phase, (numel,) each
-    leaves_grads: bool  # whether the last step has left any gradient: a class may end its step with zero_grad()
+    moved: list  # for each phase the change of all values, (numel,)
+    leaves_grads: bool  # whether any gradient is there after the last step: a class may end its step with zero_grad()
 
 
 def check_elementwise(make_optimizer, groups, unit=1, make_plain=None):
@@ -54,13 +54,15 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     """Try for each kind of group whether two and three ranks that update a share each get the result of one rank.
 
     Args:
-        are_views: whether parameters and gradients are views, in which each step finds its own gradients.
-        make_plain: makes the optimizer of one rank, which has whole, plain tensors; None: as `make_optimizer` does.
+        unit: pieces of tensors start at multiples of this number of elements. None: a share has whole tensors.
+        are_views: whether the class steps views of flat memory. All steps then find their gradients in the same memory.
+        refusal: text of the error, with {} for the optimizer's name and {} for the reason.
+        make_plain: makes the optimizer of the one rank, which has whole, plain tensors. None: `make_optimizer` does.
 
     Returns whether the class leaves gradients after its step.
 
     Raises:
-        ValueError: a step fails, or the results differ. `refusal` has places for the optimizer's name and the reason.
+        ValueError: a step fails, or the results differ.
     """
     name, make_plain = make_optimizer.func.__name__, make_plain or make_optimizer
     check_groups(make_plain, groups)
@@ -90,7 +92,7 @@ def are_alike(whole, shared, tolerance):
 
 
 def check_groups(make_optimizer, groups):
-    """Refuse a class whose constructor replaces parameters or groups: schedulers, clipping and saving go by them."""
+    """Refuse a class whose constructor replaces parameters or groups: schedulers, clipping and saving need these."""
     own_groups = [{**copy.deepcopy(hyperparameters(group)),
                    "params": [torch.zeros(small_shape(param.dim()), dtype=param.dtype, device=param.device)
                               for param in group["params"][:2]]} for group in groups]
@@ -106,7 +108,7 @@ def small_shape(n_dims):
 
 
 def unsharded(trial, make_optimizer):
-    """Return the result of one rank that updates everything, in the first precision that works, and that precision."""
+    """Return (Outcome of one rank that updates everything, precision): the first of PRECISIONS that works."""
     for precision in PRECISIONS:
         try:
             return trial(make_optimizer, 1, precision[0], None, False), precision
@@ -119,7 +121,8 @@ def unsharded(trial, make_optimizer):
 def trials_of(groups):
     """Yield three calls of `run` for each kind of group: one on small tensors, two on large ones.
 
-    Tensors have as many dimensions as the group's. Groups that differ only in lr are one kind: the largest is tried.
+    Tensors have as many dimensions as the group's tensors. Groups that differ only in lr are one kind, which is tried
+    with the largest lr.
     """
     kinds = collections.defaultdict(list)
     for group in groups:
@@ -136,11 +139,11 @@ def trials_of(groups):
         small = [small_shape(n) for n in n_dims]
         trial = functools.partial(run, options=options, device=device)
         yield functools.partial(trial, shapes=(small * 3)[: max(3, len(small))], phases=PHASES)
-        # 2**17 elements find rules about the number of elements, such as those of 8-bit optimizers: more than 4096 or
-        # 65536, a power of two, a multiple of 256 or 2048. A third of 2**17 is no such multiple. bitsandbytes uses 8
-        # bits from 4096 elements on, and halves and thirds of 6144 have fewer.
+        # 8-bit optimizers have rules about the number of elements: more than 4096 or 65536, a power of two, a multiple
+        # of 256 or 2048. 2**17 elements meet each of these rules, and a third of 2**17 is no such multiple.
+        # bitsandbytes uses 8 bits from 4096 elements on: 6144 are enough, and halves and thirds of 6144 aren't.
         for rows, numel in (512, 2**17), (48, 6144):
-            # (rows, …) of so many dimensions: all between the first and the last are 2.
+            # For each of n_dims a shape of `numel` elements: (rows, 2, 2, …, columns).
             large = [(rows, *[2] * (n - 2), max(1, numel // rows // 2**(n - 2))) for n in n_dims if n > 1] or [(numel,)]
             yield functools.partial(trial, shapes=large, phases=[(2, False, 1.0)])
 
@@ -164,7 +167,7 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
             for step in range(n_steps):
                 if step == 0 or not is_steady:
                     noise = torch.randn(values.shape, generator=generator, device="cpu") * magnitude
-                grads.copy_(noise)  # in each step, because SGD with nesterov writes into gradients
+                grads.copy_(noise)  # anew in each step, because SGD with nesterov writes into gradients
                 if not are_views:
                     for param, view in zip(params, grad_views):
                         param.grad = view.clone()
@@ -173,13 +176,16 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
                 if are_views:
                     tensors.take_back()
             for place, param in zip(places, params):
-                place.copy_(param)  # the memory may be another one
+                place.copy_(param)  # does nothing if `param` is this view
             moved.append(values - before)
     return Outcome(moved, any(param.grad is not None and bool(param.grad.any()) for param in params))
 
 
 def shares_of(flat, shapes, n_ranks, unit):
-    """Return for each rank what it updates of `flat`, (numel,), with tensors of `shapes`: whole tensors, or pieces."""
+    """Return for each rank the views of `flat`, (numel,), that it updates: whole tensors of `shapes`, or flat pieces.
+
+    unit: pieces start at multiples of this number of elements in a tensor. None: whole tensors, dealt in turn.
+    """
     shares, end = [[] for _ in range(n_ranks)], 0
     for number, shape in enumerate(shapes):
         begin, end = end, end + math.prod(shape)

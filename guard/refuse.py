@@ -1,4 +1,4 @@
-"""Refuses parameters that can't work, by name, on every rank, before anything is changed.
+"""Refuses parameters that a stage can't train: names them in an error on every rank, before anything is changed.
 
 Examples are shared memory, several devices, different models on the ranks, and groups edited behind the optimizer's
 back. Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
@@ -15,7 +15,8 @@ from .groups import checksum_of, first_difference, named_params, settings_of
 
 
 class ParamsReader(torch.optim.Optimizer):
-    """Reads parameters as torch does. It is a class for this alone, because torch changes a class when it makes one."""
+    """Reads parameters as torch does. It has no other use, because torch changes the class of an object that it makes.
+    """
 
 
 def checked_groups(optimizer, params, settings):
@@ -29,19 +30,19 @@ def checked_groups(optimizer, params, settings):
         RuntimeError: this rank is not in the process group.
         TypeError: `process_group` is no group, or `optimizer_cls` no class.
         TypeError, ValueError, KeyError: torch can't read `params`, or `optimizer_cls` refuses its arguments.
-        ValueError: there are no parameters; or one can't be sharded or updated, because it shares memory with another,
-            is sparse, integer or 8-bit, has gaps in memory, is on another device, or is nothing that the stage takes;
-            or the ranks disagree; or what the stage's `_probe` raises.
+        ValueError: there are no parameters; or a parameter can't be sharded or updated, because it shares memory with
+            another parameter, is sparse, integer or 8-bit, has gaps in memory, is on another device, or is refused by
+            the stage's `_refuse`; or the ranks disagree; or the stage's `_probe` refuses `optimizer_cls`.
     """
     process_group = optimizer._agreement_group
-    if not isinstance(process_group, (dist.ProcessGroup, int, type(None))):  # new_group() returns an int elsewhere
+    if not isinstance(process_group, (dist.ProcessGroup, int, type(None))):  # new_group() gives other ranks an int
         kind = type(process_group).__name__
         raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups, error, device = [], None, next(iter(backends_of(process_group)))
     try:
-        if isinstance(params, (set, frozenset)):  # torch refuses a set only where it is in a group
+        if isinstance(params, (set, frozenset)):  # torch refuses a set only inside a group
             raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
         groups = ParamsReader(params, optimizer.make_optimizer([{"params": []}]).defaults).param_groups
         named = named_params(groups)
@@ -58,7 +59,7 @@ def checked_groups(optimizer, params, settings):
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
-            # Each under a key of its own. An error shows the value, which has the name.
+            # The key is only unique; the value, which an error shows, has the name.
             settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
         settings.update(settings_of(groups))
     except Exception as refusal:
@@ -69,7 +70,7 @@ def checked_groups(optimizer, params, settings):
 
 
 def callable_or_refusal(optimizer_cls):
-    """Return `optimizer_cls`; if it is no class, a function that raises TypeError, as what the ranks agree on does."""
+    """Return `optimizer_cls`. If it is no class, return a function that raises TypeError, for the ranks to agree on."""
     def refuse(*_, **__):
         raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
                         f"{type(optimizer_cls).__name__}")
@@ -78,12 +79,13 @@ def callable_or_refusal(optimizer_cls):
 
 
 def backends_of(process_group):
-    """Return {device type: backend}, such as {"cpu": "gloo"}. A group made without a backend's name has several."""
+    """Return {device type: backend}, such as {"cpu": "gloo"}. A group that was made without a backend has several."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
 
 
 def check_params(named, takes_dtensors):
+    """Raise ValueError if one of [(name, parameter), …] can't be sharded or updated, whatever the stage."""
     first_name, first = named[0]
     for name, param in named:
         if param.layout != torch.strided:
@@ -99,7 +101,7 @@ def check_params(named, takes_dtensors):
 
 
 def check_memory(named, takes_channels_last):
-    """Refuse gaps, and parameters that share memory: they would be updated as two, but written back as one."""
+    """Refuse tensors with gaps in memory, and tensors that share memory: one's update would overwrite the other's."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d} if takes_channels_last else {}
     for name, tensor in named:
         layouts = torch.contiguous_format, channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
@@ -115,9 +117,10 @@ def check_memory(named, takes_channels_last):
 
 
 def divisor_of(average_over, n_averaged, n_ranks):
-    """Return what gradients are divided by: the number `average_over`, or as many as that group has.
+    """Return the number by which gradients are divided: `average_over`, or the size of this process group.
 
-    n_averaged: how many gradients `n_ranks` ranks add up: one each, or in variants/same_bits.py several.
+    n_averaged: the number of gradients that `n_ranks` ranks add up, one per rank. variants/same_bits.py adds several
+        per rank, so there a process group counts as often.
     """
     if average_over is None:
         return n_averaged
@@ -129,7 +132,7 @@ def divisor_of(average_over, n_averaged, n_ranks):
 
 
 def data_replaced(name):
-    """Return the error for a parameter whose memory is no longer what this optimizer updates."""
+    """Return the error for a parameter that no longer has the memory that this optimizer updates."""
     return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), Trainer (see "
                         "docs/frameworks.md), share_memory(), vector_to_parameters() or another optimizer, and this "
                         "one steps the old: write into it with copy_(), or build the optimizer afterwards")
@@ -138,12 +141,12 @@ def data_replaced(name):
 def agree(error, settings, process_group, device):
     """Raise on every rank if one of them has an `error`, or if they have different `settings`. Collective."""
     checksum = checksum_of(settings)
-    report = torch.tensor([error is not None, checksum, -checksum], device=device)  # -max(-checksum) is the smallest
+    report = torch.tensor([error is not None, checksum, -checksum], device=device)  # the smallest is -max(-checksum)
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if failed:
         errors = [None] * dist.get_world_size(process_group)
-        # The other ranks raise a class of Python: one of another library may be missing there, or take other arguments.
+        # Other ranks raise a class of Python. A library's own class may be missing there, or may take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
         dist.all_gather_object(errors, None if error is None else (kind, str(error)), group=process_group)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -154,10 +157,10 @@ def agree(error, settings, process_group, device):
 
 
 def silence_torch():
-    """Silence two warnings of torch, when an optimizer is built and not at import.
+    """Silence two warnings of torch. Call this when an optimizer is built, so that an import changes no filter.
 
-    One asks for new names of two collectives, which releases before 2.13 lack. The other is about GradScaler passing
-    itself to `step`, the only way to report an inf on another rank to it.
+    One warning asks for new names of two collectives, which releases before 2.13 lack. The other warning is about
+    GradScaler passing itself to `step`: only so can `step` tell the scaler about an inf on another rank.
     """
     for message in (".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated",
                     "GradScaler is going to stop passing itself"):

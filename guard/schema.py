@@ -1,8 +1,9 @@
-"""Finds out what state an optimizer keeps, to know what a rank without state would have, and to check what is loaded.
+"""Finds out which state an optimizer keeps: to make entries on a rank without state, and to check a state_dict.
 
-A fused kernel reads as many elements of a moment as the parameter has, so with a moment that is too small it would read
-foreign memory. Therefore a second optimizer runs one step on a parameter of the same shape, a FakeTensor if possible.
-Every rank finds the same, without a message. Shown by tests/checkpoint/test_schema.py.
+A fused kernel reads as many elements of a moment as the parameter has. If the moment that a program loads is smaller,
+the kernel reads foreign memory. So a second optimizer runs one step on a parameter of the same shape, a FakeTensor if
+possible, and shows the right shape. Every rank finds the same entries, without a message. Shown by
+tests/checkpoint/test_schema.py.
 """
 
 import copy
@@ -29,9 +30,9 @@ class Spec(NamedTuple):
 
 class Schema(NamedTuple):
     """Describes the state that an optimizer keeps for a parameter."""
-    entries: dict  # name -> what a step makes of it, tensors as Spec
-    from_start: bool  # whether there is a state before the first step, as Adagrad has
-    shape: tuple  # of the parameter that was stepped
+    entries: dict  # name -> value after one step; in place of a tensor its Spec
+    from_start: bool  # whether there is a state before the first step, as in Adagrad
+    shape: tuple  # of the parameter in the trial step
 
 
 def with_specs(state):
@@ -41,7 +42,7 @@ def with_specs(state):
 
 
 def schema_of(make_optimizer, options, shape, dtype, device) -> Schema | None:
-    """Return what the optimizer keeps for such a parameter, with the hyperparameters `options`.
+    """Return the Schema for a parameter of this shape, dtype and device, with the hyperparameters `options`.
 
     None: the class can't update one parameter alone.
     """
@@ -53,13 +54,14 @@ def schema_of(make_optimizer, options, shape, dtype, device) -> Schema | None:
 
 
 def with_sign_of_lr(options):
-    """Return hyperparameters without a float as learning rate: it makes no other state, unless it is negative, say."""
+    """Return hyperparameters with "is above 0" in place of a float learning rate, whose value doesn't change the state.
+    """
     return {key: value > 0 if key in ("lr", "initial_lr") and type(value) is float else value
             for key, value in options.items()}
 
 
 def try_step(make_optimizer, options, shape, dtype, device):
-    """Step a parameter of this shape, dtype and device. Returns a Schema; None: the step fails."""
+    """Step a parameter of this shape, dtype and device. Return the Schema, or None if the step fails."""
     for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # some optimizers need real values
         try:
             group = copy.deepcopy(options)
@@ -70,13 +72,14 @@ def try_step(make_optimizer, options, shape, dtype, device):
                 from_start = bool(optimizer.state.get(param))
                 optimizer.step()
                 return Schema(with_specs(optimizer.state[param]), from_start, tuple(shape))
-        except Exception as failure:  # it needs a closure, matrices, …
+        except Exception as failure:  # a class may need a closure, or matrices
             reason_of(failure)
     return None
 
 
 def reason_of(failure):
-    """Return the text of a failure. Raises it again if it isn't the optimizer class's, as when memory runs out."""
+    """Return the text of a failure. Raises failures again that aren't the optimizer class's, such as too little memory.
+    """
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
     if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):  # a plain RuntimeError
         raise failure
@@ -84,10 +87,10 @@ def reason_of(failure):
 
 
 def fresh_state(make_optimizer, options, main):
-    """Return the state that `main` would have if it had been stepped with a gradient of zeros, and never counted.
+    """Return the state of `main` after a step with a gradient of zeros, with a count of 0 steps. {}: the step fails.
 
-    The step is taken by another optimizer and with a copy, so nothing of the program's changes. torch does the same to
-    a program's own optimizer before it loads a state. Weight decay would fill a momentum. {}: the class can't do that.
+    Another optimizer steps a copy of `main`, so no tensor of the program changes. (torch steps the program's own
+    optimizer so, before it loads a state.) The step has no weight decay, which would fill a momentum.
     """
     param = main.detach().clone()
     param.grad = torch.zeros_like(param)
@@ -123,9 +126,9 @@ def check_state(schema, state, shape, name):
 
 
 def fits(entry, value, trial_shape, shape):
-    """Return whether `value`, for a parameter of `shape`, may take the place of `entry`.
+    """Return whether `value`, in the state of a parameter of `shape`, may have the name of `entry`.
 
-    A trial step of a parameter of `trial_shape` has made `entry`; None: it comes later, as slow weights do.
+    entry: made by the trial step of a parameter of `trial_shape`. None: a later step makes it, as with slow weights.
     """
     if entry is None:
         return not isinstance(value, Spec) or value.shape in ((), shape)

@@ -1,8 +1,8 @@
 """Decides whether a step happens: in one place, over all ranks that train the model.
 
-Situation: fp16, with an inf in one expert, which other ranks don't have. Then all ranks leave the step out, in all
-optimizers of a `Chained`. A step that is left out calls no hooks, as in torch, and keeps the lr that a scheduler has
-set. Shown by tests/variants/test_skipping.py.
+Situation: a program trains in fp16, and finds an inf in one expert, which other ranks don't have. Then all ranks leave
+the step out, in all optimizers of a `Chained`. A step that is left out calls no hooks, as in torch, and keeps the lr
+that a scheduler has set. Shown by tests/variants/test_skipping.py.
 """
 
 import torch
@@ -13,14 +13,18 @@ from .groups import all_params
 
 
 def found_inf(optimizer, grad_scaler):
-    """Unscale the gradients of this rank's shards. Collective. Returns whether any rank found an inf or nan.
+    """Unscale the gradients of this rank's shards. Returns whether any rank has found an inf or nan. Collective.
 
     Raises:
-        RuntimeError: gradients can't be unscaled, or other ranks or optimizers of the model would not hear of an inf.
+        RuntimeError: gradients can't be unscaled; or other optimizers train the model too, and a step of `optimizer`
+            that is left out wouldn't be left out there.
     """
-    states, scale = grad_scaler._per_optimizer_states, grad_scaler._get_scale_async()
-    parts = getattr(optimizer, "optimizers", [])
-    if not parts and is_a_part(optimizer) or any(id(part) in states for part in parts):
+    states = grad_scaler._per_optimizer_states
+    scale = grad_scaler._get_scale_async()
+    is_chained = hasattr(optimizer, "optimizers")
+    parts = optimizer.optimizers if is_chained else [optimizer]
+    steps_a_part = any(id(part) in states for part in parts) if is_chained else is_a_part(optimizer)
+    if steps_a_part:
         raise RuntimeError("GradScaler takes a Chained of all optimizers of the model, not one of them: an inf in one "
                            "must skip all")
     state = states[id(optimizer)]
@@ -28,16 +32,15 @@ def found_inf(optimizer, grad_scaler):
     if is_unscaled and optimizer._grads_elsewhere:
         raise RuntimeError("GradScaler.unscale_() looks into param.grad, and gradients were elsewhere: call "
                            "clip_grad_norm_(max_norm * scaler.get_scale()) instead, which needs no unscale_()")
-    params = [param for part in parts or [optimizer] for param in all_params(part.optimizer)]
+    params = [param for part in parts for param in all_params(part.optimizer)]
     grads = [param.grad for param in params if param.grad is not None]
-    # An inf that unscale_() has found counts, even if the gradient was repaired since.
+    # An inf that unscale_() has found counts, even if the program has replaced it since.
     found_before = state["found_inf_per_device"].values()
     is_inf = sum((number.to(scale.device) for number in found_before), torch.zeros_like(scale))
     if grads:
         factor = torch.ones_like(scale) if is_unscaled else scale.double().reciprocal().float()  # as unscale_() does
         torch._amp_foreach_non_finite_check_and_unscale_(grads, is_inf, factor)
-    mesh_groups = [group for part in parts or [optimizer] for groups in part.state.main_params_by_mesh_groups
-                   for group in groups]
+    mesh_groups = [group for part in parts for group in part.state.mesh_groups]
     for group in dict.fromkeys([optimizer._agreement_group, *mesh_groups]):
         dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=group)
     state["found_inf_per_device"] = {is_inf.device: is_inf}  # GradScaler.update() reads it
@@ -45,8 +48,8 @@ def found_inf(optimizer, grad_scaler):
 
 
 def is_a_part(optimizer):
-    """Return whether other optimizers, as those of experts, train the same model, on more ranks maybe."""
+    """Return whether other optimizers train the same model: experts have one, and the rest of the model another."""
     if optimizer._chain is not None and optimizer._chain() is not None:
         return True
-    over, n_ranks = optimizer.average_over, dist.get_world_size(optimizer._agreement_group)
-    return isinstance(over, dist.ProcessGroup) and over.size() > n_ranks
+    divisor = optimizer.average_over
+    return isinstance(divisor, dist.ProcessGroup) and divisor.size() > dist.get_world_size(optimizer._agreement_group)

@@ -1,11 +1,12 @@
-"""Makes torch's own state_dict of a sharded optimizer, and loads one: what is cut is a FlatShard.
+"""Makes the state_dict of a sharded optimizer in torch's form, and loads one. A tensor that is cut is a FlatShard.
 
 Situation: torch's get_state_dict() and set_state_dict(), accelerate and Lightning save an optimizer by its state_dict.
-All ranks have the same entries, whether they update a parameter or not, because the entries follow from the optimizer's
-class: no message is sent, and nothing is copied. Shown by tests/checkpoint/test_torch.py.
+All ranks have the same entries, whether they update a parameter or not. A rank learns the names of the entries from
+the optimizer's class, without a message. No tensor is copied. Shown by tests/checkpoint/test_torch.py.
 """
 
 import copy
+import itertools
 import numbers
 from typing import Any, NamedTuple
 
@@ -20,52 +21,57 @@ from .states import MAIN_PARAM
 
 
 class Part(NamedTuple):
-    """What this rank updates of a parameter: flat elements `start` to `stop`; of a DTensor, of its local part."""
+    """The flat elements `start` to `stop` of a parameter, or of a DTensor's local part, which this rank updates."""
 
-    label: str  # in messages
+    label: str  # "parameter " and its name, for messages
     param: torch.Tensor
-    main: Any  # the tensor that the inner optimizer updates. None: nothing of this parameter
+    main: Any  # the main parameter. None: this rank updates no element
     start: int
     stop: int
     offsets: tuple  # where the local part of a DTensor begins in the whole
     sizes: tuple  # shape of the local part
     is_replica: bool  # whether another rank has the same local part, and writes it
-    options: dict  # hyperparameters
-    schema: Schema | None  # None: the class can't step one parameter alone
-    dtype: torch.dtype  # of main parameters
-    gather: Any  # function of FlatShard
+    options: dict  # hyperparameters of the parameter's group
+    schema: Schema | None  # of the parameter's state. None: the class can't step one parameter alone
+    dtype: torch.dtype  # of the main parameter
+    gather: Any  # the `gather` of this parameter's FlatShards
 
     @property
-    def is_whole(self):
-        """Return whether whole parameters are updated, each by one rank."""
-        return (self.schema.shape if self.schema else self.main.shape) == self.sizes
+    def has_one_owner(self):
+        """Return whether one rank updates the whole parameter, as in stages 1 and 2."""
+        stepped_shape = self.schema.shape if self.schema else self.main.shape
+        return stepped_shape == self.sizes
 
     def shard(self, elements):
-        """Return a FlatShard of `elements`: what this rank has of a tensor with the parameter's shape."""
+        """Return a FlatShard of `elements`, which this rank has of a tensor with the parameter's shape."""
         return FlatShard(self.param.shape, self.start, self.stop, elements.detach().reshape(-1), self.offsets,
                          self.sizes, self.is_replica, self.gather)
 
     def is_cut(self, name, value):
-        """Return whether `value`, a tensor or Spec in the state, has an element for each one of the parameter."""
+        """Return whether the entry `name` is cut: it has an element for each element of the parameter, as moments do.
+
+        value: this rank's tensor, or its Spec.
+        """
         if name == "step":  # torch's name for a count of steps, which may have the shape of a scalar parameter
             return False
         entry = self.schema.entries.get(name) if self.schema else None
-        if entry is None:  # it comes after the first step
+        if entry is None:  # a later step makes this entry, so the trial step of the schema hasn't
             return value.shape in (self.main.shape, self.param.shape)
         return isinstance(entry, Spec) and entry.shape == self.schema.shape
 
 
 def parts_of(optimizer) -> list[Part]:
     """Return the Part of each parameter, in the order of the groups."""
-    pieces = {id(param): (main, start, stop) for param, start, stop, main in optimizer.pieces()}
-    replicated_over = other_mesh_groups(optimizer)
+    piece_of = {id(param): (main, start, stop) for param, start, stop, main in optimizer.pieces()}
+    mesh_groups = other_mesh_groups(optimizer)
     options_of_each = [hyperparameters(group) for group in optimizer.param_groups for _ in group["params"]]
     parts = []
     for (name, param), options in zip(named_params(optimizer.param_groups), options_of_each):
-        main, start, stop = pieces.get(id(param), (None, 0, 0))
+        main, start, stop = piece_of.get(id(param), (None, 0, 0))
         offsets, sizes = box_of(param)
         spread_over = mesh_groups_of(param)
-        is_replica = any(dist.get_rank(group) for group in replicated_over if group not in spread_over)
+        # Over the other groups of the mesh the parameter is replicated. The first rank of each of them writes it.
+        is_replica = any(dist.get_rank(group) > 0 for group in mesh_groups if group not in spread_over)
         shape, dtype = optimizer._stepped_as(param)
         schema = schema_of(optimizer.make_optimizer, options, shape, dtype, param.device)
         gather = gather_over([optimizer.process_group, *spread_over])
@@ -75,7 +81,7 @@ def parts_of(optimizer) -> list[Part]:
 
 
 def other_mesh_groups(optimizer):
-    """Return the process groups of the meshes of DTensors, without the one that the optimizer shards over."""
+    """Return the process groups of the DTensors' meshes, without the group over which the optimizer shards."""
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
     own_ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
@@ -83,7 +89,8 @@ def other_mesh_groups(optimizer):
 
 
 def box_of(param):
-    """Return (offsets, sizes) of the local part of a DTensor; of any other tensor, of all of it."""
+    """Return (offsets, sizes) of a DTensor's local part in the whole. Of any other tensor the local part is all of it.
+    """
     if not hasattr(param, "placements"):
         return (0,) * param.dim(), tuple(param.shape)
     for placement in param.placements:
@@ -94,13 +101,13 @@ def box_of(param):
 
 
 def gather_over(groups):
-    """Return a function that returns the values of all ranks which these process groups reach. It is collective."""
+    """Return a collective function: value -> the values of all ranks that `groups` reach, one group after the other."""
     def gather(value):
         values = [value]
         for group in groups:
-            of_ranks = [None] * dist.get_world_size(group)
-            dist.all_gather_object(of_ranks, values, group=group)
-            values = [item for of_rank in of_ranks for item in of_rank]
+            lists = [None] * dist.get_world_size(group)
+            dist.all_gather_object(lists, values, group=group)
+            values = sum(lists, [])
         return values
     return gather
 
@@ -111,39 +118,39 @@ def gather_over(groups):
 def state_dict_of(optimizer, with_fresh=True):
     """Return {"state": {index: {name: value}}, "param_groups": […], "n_steps": …}, as torch's optimizers do.
 
-    `n_steps` counts the steps before, so that files of different steps are noticed.
-    with_fresh: whether there are entries of a parameter that has no state yet; torch needs them to load.
+    `n_steps` is the number of steps taken. `load_state_dicts` compares it between the ranks.
+    with_fresh: whether a parameter that has no state yet gets entries as before its first step. torch needs them to
+        load.
     """
-    state = {key: value for key, value in optimizer.optimizer.state.items()
-             if not isinstance(key, torch.Tensor)}  # torch keeps the state of a key that is no parameter, too
+    # As in torch, the state of a key that is no parameter is kept, too.
+    state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for index, part in enumerate(parts_of(optimizer)):
         entries = entries_of(optimizer, part, with_fresh)
         if entries is not None:
             state[index] = entries
     groups = []
-    n_before = 0
+    indices = itertools.count()  # of parameters, through all groups
     for group in optimizer.param_groups:
-        n_after = n_before + len(group["params"])
         options = {key: as_python(value) for key, value in group.items()}
-        groups.append({**options, "params": [*range(n_before, n_after)]})
-        n_before = n_after
+        groups.append({**options, "params": [next(indices) for _ in group["params"]]})
     return {"state": state, "param_groups": groups, "n_steps": optimizer._n_steps}
 
 
 def entries_of(optimizer, part, with_fresh):
-    """Return the state of a parameter, name -> value. None: it has none, because it is frozen or was never stepped.
+    """Return the entries of a parameter's state, name -> value. None: the parameter is frozen or was never stepped.
 
-    A rank that has no state yet makes fresh entries. A rank that updates nothing of the parameter has FlatShards
-    without elements, of what isn't cut too: DCP would write a plain value of any rank.
+    If this rank has no state yet, the entries are fresh. A rank that updates no element of the parameter returns
+    FlatShards without elements, also for entries that aren't cut, such as "step". DCP would write a plain value from
+    whichever rank comes first.
     """
     may_be_fresh = part.param.requires_grad and with_fresh
-    if not part.param.numel():  # no rank has a part, so all have the same
+    if not part.param.numel():  # no rank owns an element, so every rank returns the same fresh state
         param = part.param.detach().to(part.dtype)
         return fresh_state(optimizer.make_optimizer, part.options, param) if may_be_fresh else None
     if part.start == part.stop:
         return empty_entries(part)
     state = optimizer.optimizer.state.get(part.main, {})
-    keeps_nothing = part.schema and not part.schema.entries  # as SGD without momentum
+    keeps_nothing = part.schema and not part.schema.entries  # such as SGD without momentum
     if not state and not keeps_nothing:
         if not may_be_fresh:
             return None
@@ -155,7 +162,8 @@ def entries_of(optimizer, part, with_fresh):
 
 
 def empty_entries(part):
-    """Return the entries of a parameter that other ranks update: names of the schema, and no elements."""
+    """Return the entries of a parameter that other ranks update: FlatShards without elements, by names of the schema.
+    """
     if part.schema is None or not part.param.requires_grad:
         return None
     entries = {}
@@ -170,18 +178,18 @@ def empty_entries(part):
 
 
 def saved_value(part, name, value):
-    """Return what a state_dict has for a value in the state of this rank's part.
+    """Return the form in which a state_dict has `value`, the entry `name` of the state of this rank's part.
 
-    Raises ValueError: the ranks have different values, and no place in the whole for each.
+    Raises ValueError: each rank may have another value, and the state of the whole parameter has room for one.
     """
     if isinstance(value, torch.Tensor):
         if part.is_cut(name, value):
             return part.shard(value)
         if value.numel() == 1:
             return value.detach()
-        if part.is_whole:
+        if part.has_one_owner:
             return FlatShard(value.shape, 0, value.numel(), value.detach().reshape(-1), gather=part.gather)
-    elif part.is_whole or not isinstance(value, (dict, list, tuple)):
+    elif part.has_one_owner or not isinstance(value, (dict, list, tuple)):
         return as_python(value)
     raise ValueError(f"the state of {part.label} has {name}, neither a scalar nor a tensor of the parameter's shape: "
                      "stages 1 and 2 can save it, since there each parameter has one owner")
@@ -191,11 +199,11 @@ def saved_value(part, name, value):
 
 
 class PreparedLoad(NamedTuple):
-    """Everything that a load changes, computed before anything is."""
+    """Everything that a load changes, computed before the first change."""
 
     main_params: list  # (main parameter, its new value)
     inner: Any  # a copy of the inner optimizer, with the new state
-    groups: list[dict]  # new hyperparameters of each group
+    options: list[dict]  # for each group its new hyperparameters
     n_steps: int
 
 
@@ -204,36 +212,43 @@ def load_state_dicts(optimizers, state_dicts, process_group):
 
     process_group: all ranks that call this; an optimizer may be on fewer ranks.
     """
-    error = None
+    first_error = None
     prepared_loads = []
     device = all_params(optimizers[0])[0].device
     for optimizer, state_dict in zip(optimizers, state_dicts):
-        refusal = None
-        settings = {}
         try:
-            for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = hook(optimizer, dict(state_dict)) or state_dict
-            prepared = prepared_load(optimizer, state_dict)
-            prepared_loads.append(prepared)
-            settings = {**settings_of(prepared.groups), "n_steps": float(prepared.n_steps)}
-        except Exception as failure:
-            refusal = failure
-        try:
-            agree(refusal, settings, optimizer._agreement_group, device)
-        except Exception as failure:
-            error = error or failure
+            prepared_loads.append(prepared_on_all_ranks(optimizer, state_dict, device))
+        except Exception as error:  # go on, because ranks without this optimizer wait in the agree() below
+            first_error = first_error or error
     if len(optimizers) > 1:
-        agree(error, {}, process_group, device)
-    elif error:
-        raise error
+        agree(first_error, {}, process_group, device)
+    elif first_error:
+        raise first_error
     for optimizer, prepared in zip(optimizers, prepared_loads):
         install(optimizer, prepared)
         for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             hook(optimizer)
 
 
+def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
+    """Return this rank's PreparedLoad. Raises on every rank of the optimizer if one of them can't load. Collective."""
+    error = None
+    settings = {}
+    try:
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(optimizer, dict(state_dict)) or state_dict
+        prepared = prepared_load(optimizer, state_dict)
+        settings = {**settings_of(prepared.options), "n_steps": float(prepared.n_steps)}
+    except Exception as failure:
+        error = failure
+    agree(error, settings, optimizer._agreement_group, device)
+    return prepared
+
+
 def prepared_load(optimizer, state_dict) -> PreparedLoad:
-    """Return what loading `state_dict` would change. Raises ValueError: it is of another optimizer, or of other ranks.
+    """Return all changes that loading `state_dict` makes, without making them.
+
+    Raises ValueError: `state_dict` is of another optimizer, or has elements that other ranks update.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"load_state_dict() takes what state_dict() returned, not a {type(state_dict).__name__} "
@@ -259,8 +274,10 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
         state = {name: loaded_value(part, name, saved[name]) for name in saved if not is_missing(saved[name])}
         main_param = state.pop(MAIN_PARAM, None)
         if part.dtype != part.param.dtype:
-            own = getattr(part.param, "_local_tensor", part.param).detach().reshape(-1)[part.start : part.stop]
-            main_params.append((part.main, checked_main_param(part, own if main_param is None else main_param)))
+            if main_param is None:  # a plain torch optimizer has none: start from the 16-bit parameter
+                local_param = getattr(part.param, "_local_tensor", part.param).detach()
+                main_param = local_param.reshape(-1)[part.start : part.stop]
+            main_params.append((part.main, checked_main_param(part, main_param)))
         check_state(part.schema, state, part.main.shape, part.label)
         state_of[part.main] = {name: with_strides_of(part.main, value) for name, value in state.items()}
     of_no_parameter = {key: states[key] for key in states.keys() - set(keys)}
@@ -270,20 +287,23 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
 
 
 def is_missing(value):
-    """Return whether `value` is an empty dict, which torch has in place of a value that its flattened form lacks."""
+    """Return whether `value` is an empty dict: torch puts one in place of a value that its flattened form lacks."""
     return isinstance(value, dict) and not value
 
 
 def loaded_value(part, name, value):
-    """Return what the state of this rank's part gets of a value in a state_dict: a whole tensor is cut."""
+    """Return the new value of the entry `name` in the state of this rank's part, from its `value` in a state_dict.
+
+    A tensor of the whole parameter is cut.
+    """
     if isinstance(value, FlatShard):
         if value.was_broadcast:
             raise ValueError(f"{name} of {part.label} is one rank's part, since torch's full_state_dict=True gathers "
                              "DTensors alone: call checkpoint.full_state_dict(optimizer)")
         if value.place == (tuple(part.param.shape), part.offsets, part.sizes, part.start, part.stop):
             return value.local.view(part.main.shape)
-        is_whole = value.numel() and value.local.numel() == value.numel()
-        if not is_whole:
+        has_all_elements = value.numel() and value.local.numel() == value.numel()
+        if not has_all_elements:
             raise ValueError(f"{name} of {part.label} has elements {value.start} to {value.stop}, this rank needs "
                              f"{part.start} to {part.stop}: save with torch.distributed.checkpoint, which cuts states "
                              "for other ranks and buckets, or load a checkpoint.full_state_dict(optimizer)")
@@ -291,15 +311,18 @@ def loaded_value(part, name, value):
     if hasattr(value, "placements"):
         raise ValueError(f"{name} of {part.label} is a DTensor: save it with torch.distributed.checkpoint, which cuts "
                          "it anew, or load its full_tensor()")
-    is_whole = isinstance(value, torch.Tensor) and value.shape == part.param.shape != part.main.shape
-    if is_whole and (name == MAIN_PARAM or part.is_cut(name, value)):
+    can_be_cut = isinstance(value, torch.Tensor) and value.shape == part.param.shape != part.main.shape
+    if can_be_cut and (name == MAIN_PARAM or part.is_cut(name, value)):
         box = tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes))
         return value[box].reshape(-1)[part.start : part.stop].clone().view(part.main.shape)
     return value
 
 
 def checked_main_param(part, value):
-    """Return the new value of a main parameter. Raises ValueError: it has another shape, or can't be one."""
+    """Return `value` in the shape of this part's main parameter.
+
+    Raises ValueError: it is no tensor of floats, or has another number of elements.
+    """
     is_fit = isinstance(value, torch.Tensor) and value.dtype in COMPUTABLE and value.numel() == part.main.numel()
     if not is_fit:
         raise ValueError(f"{MAIN_PARAM} in the state of {part.label} must be a tensor of {part.main.numel()} floats")
@@ -307,43 +330,48 @@ def checked_main_param(part, value):
 
 
 def with_strides_of(main, value):
-    """Return `value` with the strides of `main`, if both have one shape: fused kernels ignore strides."""
+    """Return `value`, with the strides of `main` if it is a tensor of this shape: fused kernels ignore strides."""
     if not isinstance(value, torch.Tensor) or value.shape != main.shape or value.stride() == main.stride():
         return value
     return torch.empty_like(main, dtype=value.dtype).copy_(value)
 
 
 def inner_with(inner, state_of, of_no_parameter, options):
-    """Return a copy of the inner optimizer with other states, main parameter -> state, and other hyperparameters.
+    """Return a copy of the inner optimizer that has loaded other states and hyperparameters.
 
-    The class's own load_state_dict runs. torch's makes floats of integers, so those are set afterwards.
+    The optimizer class's own load_state_dict runs. torch's version converts integer tensors to floats, so this
+    function sets entries that are no float tensors once more.
+
+    Args:
+        state_of: main parameter -> its new state.
+        of_no_parameter: key that is no parameter -> its new state.
+        options: for each group its new hyperparameters.
     """
-    inner_copy = object.__new__(type(inner))  # shallow: torch's load replaces `state` and `param_groups`
+    inner_copy = object.__new__(type(inner))  # shallow, because torch's load replaces `state` and `param_groups`
     vars(inner_copy).update(vars(inner))
     params = all_params(inner)
     groups = []
-    n_before = 0
+    indices = itertools.count()  # of main parameters, through all groups
     for group, new_options in zip(inner.param_groups, options):
-        n_after = n_before + len(group["params"])
-        groups.append({**group, **copy.deepcopy(new_options), "params": [*range(n_before, n_after)]})
-        n_before = n_after
+        groups.append({**group, **copy.deepcopy(new_options), "params": [next(indices) for _ in group["params"]]})
     states = {index: state_of[main] for index, main in enumerate(params) if state_of.get(main)}
     inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": groups})
     for main, state in state_of.items():
         for name, value in state.items():
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if not is_float and name != "step" and not isinstance(value, numbers.Number):
+            is_float_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+            stays_as_loaded = is_float_tensor or isinstance(value, numbers.Number) or name == "step"
+            if not stays_as_loaded:
                 inner_copy.state[main][name] = value
     return inner_copy
 
 
 def install(optimizer, prepared):
-    """Put what was loaded into the optimizer. A hyperparameter that is a tensor stays the tensor that it is."""
+    """Change `optimizer` as prepared. If a hyperparameter is a tensor, the new value is copied into this tensor."""
     for main, value in prepared.main_params:
         main.copy_(value)
     vars(optimizer.optimizer).update(vars(prepared.inner))
     optimizer._n_steps = prepared.n_steps
-    for group, options in zip(optimizer.param_groups, prepared.groups):
+    for group, options in zip(optimizer.param_groups, prepared.options):
         for key, value in options.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                 group[key].copy_(value)

@@ -1,7 +1,7 @@
-"""`optimizer.state`: users read and reset the state of a parameter of the model, as ReLoRA and pruning do.
+"""Gives users `optimizer.state`, by parameters of the model: ReLoRA and pruning, for example, reset states.
 
-The inner optimizer has states of what this rank updates: whole parameters, or in stages 3 and 4 flat pieces of them.
-Shown by tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
+The inner optimizer has states of the tensors that this rank updates: whole parameters, or in stages 3 and 4 flat pieces
+of parameters. Shown by tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
 """
 
 import functools
@@ -12,28 +12,29 @@ import torch
 
 from .groups import mesh_groups_of
 
-MAIN_PARAM = "main_param"  # the entry of a main parameter that is another tensor than the model's parameter
-MISSING = torch.empty(0)  # in place of an entry that this rank hasn't: torch's flattened form reads the names
+MAIN_PARAM = "main_param"  # the entry with the main parameter, if it is another tensor than the model's parameter
+MISSING = torch.empty(0)  # value of an entry that this rank hasn't: torch's flattened form needs the name
 
 
 class ByParameter(MutableMapping):
     """Maps parameters of the model to the states that the inner optimizer keeps for them, or for pieces of them.
 
-    This rank may have no state of a parameter, because another rank updates it or no step has been taken. Then a state
-    has the names of its entries with empty values. Where only other ranks update a parameter, what a program writes is
-    ignored, so that all ranks can run the same code.
+    This rank may have no state of a parameter, because another rank updates it or no step has been taken. Then the
+    mapping returns a state whose entries have their names, and empty values. If only other ranks update a parameter, a
+    state that a program assigns here is ignored, so that all ranks can run the same code.
 
     Attributes:
-        main_param: parameter of the model -> the tensor in `inner` that this rank updates for it.
-        param_of: that tensor -> the parameter of the model.
+        main_param: parameter of the model -> its main parameter in `inner`.
+        param_of: main parameter -> parameter of the model.
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
         foreign_params: parameters of the model of which this rank updates nothing.
         main_params_by_mesh_groups: the process groups over which DTensors are spread, a tuple -> main parameters of
             these DTensors; () -> main parameters of all other parameters. `total_norm` communicates for each key, so
             every rank has the same keys in the same order.
-        norm_dtype, device: of the norm of all gradients.
-        accessed_params: parameters whose state was accessed since the last step.
-        names_of: weak reference to a function parameter -> the names of the entries that its state has after a step.
+        mesh_groups: the process groups in these keys, each once.
+        norm_dtype, device: dtype and device of the norm of all gradients.
+        accessed_params: parameters whose state a program has accessed since the last step.
+        names_of: weak reference to a function: parameter -> names of the entries that its state has after a step.
     """
 
     def __init__(self, inner, params, pieces, names_of):
@@ -47,6 +48,7 @@ class ByParameter(MutableMapping):
         self.main_params_by_mesh_groups: dict[tuple, list] = {mesh_groups_of(param): [] for param in params}
         for param, main in self.main_param.items():
             self.main_params_by_mesh_groups[mesh_groups_of(param)].append(main)
+        self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))
         self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
         self.device = params[0].device
         self.accessed_params = set()
@@ -74,7 +76,7 @@ class ByParameter(MutableMapping):
         return self._accessed_key(param) in self.inner.state
 
     def __bool__(self):
-        """Return True: where torch finds a state that is empty, it calls our `step`, maybe on this rank alone."""
+        """Return True: if torch found an empty state it would call our `step`, maybe on this rank alone."""
         return True
 
     def __iter__(self):
@@ -83,7 +85,7 @@ class ByParameter(MutableMapping):
     def __len__(self):
         return len(self.inner.state)
 
-    # Not MutableMapping's own versions: `inner.state` is a defaultdict, so they would never find a key missing.
+    # MutableMapping's own versions would never find a key missing, because `inner.state` is a defaultdict.
 
     def get(self, param, default=None):
         return self[param] if param in self else default
@@ -99,12 +101,12 @@ class ByParameter(MutableMapping):
         return self[param]
 
     def replace(self, state):
-        """Do what `optimizer.state = state` asks for."""
+        """Take the place of `optimizer.state = state`."""
         own = {self._accessed_key(key): without_missing(value) for key, value in state.items()}
         self.inner.state = defaultdict(dict, own)
 
     def cut_whole_tensors(self):
-        """Cut this rank's piece out of states that a user has set to tensors of the parameter's own shape.
+        """Cut this rank's piece out of each tensor of the parameter's own shape that a user has put into a state.
 
         ReLoRA, for example, resets a state to zeros_like(param). A tensor in the dtype of the parameter is converted to
         the dtype of the main parameter. A rank that updates nothing of the parameter does nothing.
@@ -126,12 +128,12 @@ class ByParameter(MutableMapping):
 
 
 def without_missing(state):
-    """Return a state that a user has assigned, without entries that a StateOfParameter had in place of others."""
+    """Return a state that a user has assigned, without the empty entries of a StateOfParameter."""
     return {key: value for key, value in state.items() if value is not MISSING} if isinstance(state, dict) else state
 
 
 class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
-    """A state with names of entries that it hasn't on this rank. Assignments and deletions are of the real state."""
+    """A state that also has names of entries which are missing on this rank. Writing changes the real state."""
 
     def __init__(self, real_state, missing=()):
         self.real_state = real_state
@@ -154,9 +156,10 @@ class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
 
 
 def update_main_param(main_param, param):
-    """Copy `param` into `main_param`, where the two differ: a value in fp32 stays if it rounds to the one in `param`.
+    """Copy the elements of `param` that other code has changed into `main_param`.
 
-    Both are the same tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
+    An fp32 element of `main_param` stays if it rounds to the element of `param`. `param` and `main_param` are the same
+    tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
     """
     if main_param is not param:
         param = param.to(main_param.device)

@@ -1,7 +1,8 @@
 """The guard of stages 1 and 2, in which each rank updates whole parameters.
 
-Gradients may be missing on some ranks, sparse, or have other strides; beneath DDP they are averaged already. A gradient
-that a rank doesn't have counts as zero. If no rank has it, it stays None and the parameter isn't updated. Shown by
+Gradients may be missing on some ranks, sparse, or have other strides. Beneath DDP they are averaged already. A gradient
+that is missing on some ranks counts as zero there. If a gradient is missing on all ranks, it stays None, and the
+parameter isn't updated. Shown by
 tests/stages/test_stages.py, `test_unused_parameters_as_in_ddp_with_find_unused_parameters`,
 tests/stages/test_wrappers.py, `test_the_table_of_ddp_around_the_model_says_what_is_so`, and
 tests/stages/test_hostile.py, `test_gradients_assigned_by_hand_in_any_layout`.
@@ -26,9 +27,8 @@ class OfWholeParams(Guarded):
     _grads_synced = False  # whether param.grad holds the average already
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None,
-                 average_over: dist.ProcessGroup | float | None = None, average_gradients: bool = True,
-                 **optimizer_kwargs: Any) -> None:
+                 process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
+                 average_gradients: bool = True, **optimizer_kwargs: Any) -> None:
         self.average_gradients = average_gradients
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                average_gradients=average_gradients)
@@ -37,7 +37,7 @@ class OfWholeParams(Guarded):
 
     def _refuse(self, named):
         """Refuse several dtypes, because one flat tensor holds all gradients. Return `named`."""
-        if self._grads_synced:  # the gradients of a group that is added would be averaged too
+        if self._grads_synced:  # after adding a group, all gradients are averaged again
             self._refuse_late_backward()
         if self.average_over is not None and not self.average_gradients:
             raise ValueError("average_over is for average_gradients=True: DDP has divided the gradients already")
@@ -66,13 +66,13 @@ class OfWholeParams(Guarded):
         return self.average_gradients and not self._grads_synced
 
     def average(self, present_grads):
-        """Average in place, as the core does. A gradient that is missing on all ranks stays None."""
+        """Average gradients in place, as the core does. A gradient that is missing on all ranks stays None."""
         if self._grads_synced or not self.average_gradients:
             return
-        params = all_params(self)  # also frozen ones, which may be frozen on this rank only
+        params = all_params(self)  # frozen parameters, too: other ranks may not have frozen them
         grads = [dense_grad(param) for param in params]
         used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
-        super().average([*grads, used])  # one flag per parameter is sent behind the gradients
+        super().average([*grads, used])  # behind the gradients a flag per parameter; above 0: some rank has used it
         for param, grad, is_used in zip(params, grads, used.tolist()):
             if is_used:
                 param.grad = grad
@@ -91,7 +91,7 @@ class OfWholeParams(Guarded):
         super().sync_params()
         if self._leaves_grads:
             self._grads_synced = False
-        else:  # the class drops the gradients of what it steps: so are those that other ranks step
+        else:  # the class drops the gradients of its own parameters: so drop those of all others
             self.zero_grad()
 
     def zero_grad(self, set_to_none=True):
@@ -100,7 +100,7 @@ class OfWholeParams(Guarded):
         self._grads_synced = False
 
     def _drop_grads(self, params, set_to_none):
-        """Note that `model.zero_grad()` has dropped all averages: gradients that follow are a rank's own."""
+        """Note that `model.zero_grad()` has dropped all averages: the next gradients aren't averaged."""
         if all(param.grad is None for param in all_params(self)):
             self._grads_synced = False
 

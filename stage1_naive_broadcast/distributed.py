@@ -15,14 +15,14 @@ class DistributedOptimizer(OfWholeParams, ShardedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; one device, one dtype.
         optimizer_cls: any torch optimizer class that updates each tensor by itself.
         process_group: the ranks that share the work; None means all ranks.
-        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
-            `process_group`. For experts, see docs/experts.md.
+        average_over: a number by which the sum of gradients is divided, or a process group whose size is this number.
+            None means `process_group`. For experts, see docs/experts.md.
         average_gradients: False beneath DistributedDataParallel, which has averaged the gradients already.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` updates all tensors together, as L-BFGS does, so a rank's share would differ.
+        ValueError: `optimizer_cls` updates all tensors together, as L-BFGS does, and a share differently.
     """
 
     _stage = 1

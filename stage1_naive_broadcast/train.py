@@ -16,7 +16,7 @@ from stage1_naive_broadcast import DistributedOptimizer
 
 
 def main():
-    rank = workload.connect()  # one GPU a rank and NCCL, or else the CPU and gloo
+    rank = workload.connect()  # NCCL and one GPU per rank, or else gloo and the CPU
     args = workload.parse_args(__doc__)
     model = workload.build_model(args, rank)
 
@@ -24,11 +24,11 @@ def main():
                                      lr=args.lr, weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
 
-    run = workload.Run(args, rank, model, optimizer, scheduler)  # from the newest checkpoint on
-    for step in run.steps():  # after each of which it prints the loss and saves, if it is time to
+    run = workload.Run(args, rank, model, optimizer, scheduler)  # loads the newest checkpoint
+    for step in run.steps():  # prints the loss and saves after some of the steps
         for micro in range(args.accumulate):
             is_last = micro == args.accumulate - 1
-            with nullcontext() if is_last else optimizer.no_sync():  # gradients travel once a step
+            with nullcontext() if is_last else optimizer.no_sync():  # gradients are sent once per step
                 tokens, targets = run.batch(step, micro)  # (B, T), (B, T)
                 loss = model(tokens, targets) / args.accumulate
                 loss.backward()

@@ -24,10 +24,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, one device.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None means all ranks.
-        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
-            `process_group`. For experts, see docs/experts.md.
+        average_over: a number by which the sum of gradients is divided, or a process group whose size is this number.
+            None means `process_group`. For experts, see docs/experts.md.
         grad_dtype: torch.float32 sums the gradients of 16-bit parameters in fp32, in `param.main_grad`; None keeps
-            gradients in the dtype of their parameter, in `param.grad`. Either one is a view of the buffer.
+            gradients in the dtype of their parameter, in `param.grad`. Both are views of the buffer.
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
@@ -41,9 +41,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _probe = staticmethod(check_elementwise)
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None,
-                 average_over: dist.ProcessGroup | float | None = None, grad_dtype: torch.dtype | None = None,
-                 **optimizer_kwargs: Any) -> None:
+                 process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
+                 grad_dtype: torch.dtype | None = None, **optimizer_kwargs: Any) -> None:
         self.grad_dtype = grad_dtype
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                grad_dtype=grad_dtype)
@@ -81,7 +80,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 yield buffer.params[r.index], r.start, r.stop, main
 
     def move_to(self, process_group):
-        """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
+        """Give up this rank's shards, and take the shards of its new rank in `process_group`, without state."""
         for buffer in self.buffers:
             buffer.let_go()
         self.buffers.clear()

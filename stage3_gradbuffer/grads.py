@@ -1,8 +1,8 @@
 """Handles code that bypasses the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
 
-Gradients that were assigned count, the next step starts from parameters that were loaded, and a gradient that comes too
-late to be averaged is an error. Shown by tests/stages/test_stages.py, `test_what_p_grad_holds_at_step_counts`,
-tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
+A gradient that a program assigns counts. The next step starts from parameters that a program has loaded. A gradient
+that comes too late to be averaged is an error. Shown by tests/stages/test_stages.py,
+`test_what_p_grad_holds_at_step_counts`, tests/stages/test_hostile.py and tests/stages/test_dtypes.py.
 """
 
 import torch
@@ -17,12 +17,14 @@ from .buffer import GradBuffer, Holds
 
 
 class GuardedBuffer(GradBuffer):
-    """Notices what users do to gradients and parameters.
+    """A buffer that notices changes which other code makes to gradients and parameters.
 
     Attributes:
-        given: the view that each parameter got as `param.grad`. While it is still there, there is nothing to do.
+        in_main_grad: whether gradients are kept in `param.main_grad`, because they have another dtype.
+        given: for each parameter the view that it got as `param.grad`. If `param.grad` is still this view, no other
+            code has changed it.
         received: indices of the parameters that received a gradient since the last step.
-        lost: indices of those whose gradient `model.zero_grad()` should have dropped, after it was averaged.
+        lost: indices of the parameters whose averaged gradient `model.zero_grad()` should have dropped, and couldn't.
         versions: autograd's version counter of each parameter; a later write changes it.
         zero_version, shard_version: the counter of `flat` when it was last zero, and when it last held the shard.
     """
@@ -34,22 +36,23 @@ class GuardedBuffer(GradBuffer):
         self.received, self.lost, self.given = set(), set(), [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
-        self.param_views = [param.detach() for param in params]  # to notice replaced data; share_memory() moves both
+        # They show whether a program has replaced `param.data`. share_memory() moves a parameter and its view.
+        self.param_views = [param.detach() for param in params]
         self.versions = [param._version for param in params]
 
     def attach(self, param, grad):
         if self.in_main_grad or param.requires_grad and param.grad is None:  # an existing gradient counts, as in torch
-            super().attach(param, grad.detach())  # not the view itself, which a user may detach_(), or set its data
+            super().attach(param, grad.detach())  # another view: a user may call its detach_(), or set its data
 
     def give(self, index):
-        """Set `param.grad` to a view of the buffer; to None if it is frozen, has a main_grad, or its data was moved."""
+        """Set `param.grad` to a view of the buffer, or to None: for a frozen or moved parameter, or with main_grad."""
         param, grad = self.params[index], None
         if param.requires_grad and not self.in_main_grad and is_same(param, self.param_views[index]):
             grad = self.grads[index].detach()
         param.grad = self.given[index] = grad
 
     def changed_grads(self):
-        """Return indices of parameters whose `param.grad` isn't the view that they were given, or must be None."""
+        """Return indices of parameters whose `param.grad` isn't the view that `give` has set, or must be None."""
         return [index for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads))
                 if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
                 or given.data_ptr() != view.data_ptr()]
@@ -58,12 +61,12 @@ class GuardedBuffer(GradBuffer):
         return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
 
     def watch(self, param):
-        hook_gradient(param, self.take_grad, takes_gradient=True)  # the hook goes with this object
+        hook_gradient(param, self.take_grad, takes_gradient=True)  # the hook is removed when this object is gone
 
     def take_grad(self, param):
         index = self.index_of[id(param)]
         if self.holds is Holds.GRADS and self.given[index] is not None and param.grad is self.given[index]:
-            self.received.add(index)  # autograd has added to the view, and the buffer already counts as holding GRADS
+            self.received.add(index)  # autograd has added to the view, and the buffer holds GRADS already
         else:
             self.bring_grad(param, index)
 
@@ -76,25 +79,25 @@ class GuardedBuffer(GradBuffer):
                                "before backward()")
         self.received.add(index)
         if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
-            self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse ones
-            # A gradient that requires grad was made by backward(create_graph=True), and stays to be differentiated.
+            self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse gradients
+            # backward(create_graph=True) makes a gradient that requires grad. It stays, to be differentiated.
             if not param.grad.requires_grad:
                 self.give(index)
         super().take_grad(param)
 
     def collect_grads(self):
-        """Take in what users did to `param.grad` outside of backward().
+        """Copy into the buffer each gradient that a user has assigned, and clear each one that a user has set to None.
 
-        If a parameter was frozen, the view in `param.grad` counts as a gradient only if backward() has written it.
+        For a frozen parameter, the view in `param.grad` counts as a gradient only if backward() has written it.
         """
         for index in self.changed_grads():
             param = self.params[index]
             if param.grad is None and not self.in_main_grad:
-                self.grads[index].zero_()  # set to None by the user
+                self.grads[index].zero_()  # the user has set `param.grad` to None
                 self.received.discard(index)
             elif param.grad is not None and not is_same(param.grad, self.grads[index]):
                 self.bring_grad(param, index)
-                self.give(index)  # also if it has a graph, which is no longer needed
+                self.give(index)  # even if the gradient has a graph, which the step no longer needs
 
     def reduce_scatter_grads(self):
         """Reduce once per step. Frozen parameters are not updated, unless they received a gradient before."""
@@ -108,7 +111,7 @@ class GuardedBuffer(GradBuffer):
             main_param.grad = None if frozen else main_grad
 
     def _drop_grads(self, params, _):
-        """Drop what `model.zero_grad()` can't reach: main gradients, and averages, which are dropped all or none."""
+        """Drop gradients that `model.zero_grad()` can't reach: main gradients, and averages, but these all or none."""
         dropped = self.received & {self.index_of[id(param)] for param in params}
         if self.holds is Holds.GRADS and self.in_main_grad:
             for index in dropped:
@@ -120,9 +123,10 @@ class GuardedBuffer(GradBuffer):
             self.lost |= dropped
 
     def refuse_changes(self, groups):
-        """Refuse memory that was replaced, and gradients that are too late to be averaged: the buffer holds a shard.
+        """Refuse memory that was replaced, and gradients that come too late: the buffer holds an averaged shard then.
 
-        Writing into the buffer is allowed where main gradients are views of it, and refused where they are copies.
+        While it does, writing into the buffer is allowed if main gradients are views of it, and refused if they are
+        copies.
         """
         is_late = self.holds not in (Holds.ZEROS, Holds.GRADS)
         if is_late and self.shard_version is None:
@@ -161,7 +165,7 @@ class GuardedBuffer(GradBuffer):
                 update_main_param(main_param, model_range)
 
     def zero(self):
-        if self.flat._version != self.zero_version:  # else it is zero already
+        if self.flat._version != self.zero_version:  # if they are equal, `flat` is zero already
             super().zero()
             self.zero_version = self.flat._version
         self.received.clear()
@@ -170,7 +174,7 @@ class GuardedBuffer(GradBuffer):
             self.give(index)
 
     def let_go(self):
-        """Detach from the parameters gradients that are views of the buffer."""
+        """Take gradients that are views of the buffer from the parameters."""
         for param, grad in zip(self.params, self.grads):
             if is_same(param.grad, grad):
                 param.grad = None

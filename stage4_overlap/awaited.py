@@ -1,4 +1,4 @@
-"""Parameters in flight: code that reads one without calling the module that has it waits until it has arrived.
+"""Lets code that reads a parameter in flight wait until the parameter has arrived, even if no module is called.
 
 Situation: an evaluation, a save, an EMA, a second forward pass, or a hook after a step. While its bucket is in flight,
 a parameter has another class. torch passes every function that is called with such a tensor to this class first, and
@@ -15,22 +15,23 @@ from guard.hooks import untraced
 
 ATTRIBUTES = ("grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize",
               "_post_accumulate_grad_hooks")
-READ_NO_ELEMENT = {  # functions that don't need the values of a parameter, and so don't wait while it is in flight
+READ_NO_ELEMENT = {  # functions that read no element of a parameter, and so needn't wait for it
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
 }
-BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of all optimizers, in order -> None
+BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the buckets of all optimizers, in order -> None
 
 
 class Awaited:
-    """Mixed into the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
+    """A base of the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
 
     The tensor object stays and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
 
     Attributes:
-        bucket: the bucket in flight. It resets the parameter's class to `kind` when it has arrived. None afterwards: a
-            class is in a reference cycle, and would keep the bucket and the model until Python collects garbage.
+        bucket: the bucket in flight, which gives the parameter its class `kind` again when it has arrived. None
+            afterwards: a class is in a reference cycle, and would keep the bucket and the model until Python collects
+            garbage.
         kind: the parameter's class before and after.
     """
 
@@ -47,14 +48,15 @@ class Awaited:
 
 
 def _waits(name):
+    """Return a method that waits for the parameter and then calls its method `name`."""
     def method(self, *args, **kwargs):
         wait_for([type(self)])
-        return getattr(self, name)(*args, **kwargs)  # now the method of its usual class
+        return getattr(self, name)(*args, **kwargs)  # `self` has its usual class again, and so this class's method
     return method
 
 
 def awaited(kind):
-    """Return a class that parameters of class `kind` have while their bucket is in flight. A bucket makes its own."""
+    """Return a class for parameters of class `kind` whose bucket is in flight. Each bucket makes its own classes."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     members = {name: _waits(name) for name in names if hasattr(kind, name)}
     return type(f"Awaited{kind.__name__}", (Awaited, kind), dict(members, __slots__=(), bucket=None, kind=kind))
@@ -62,7 +64,7 @@ def awaited(kind):
 
 @untraced  # torch.compile would guard on a class that changes
 def wait_for(kinds):
-    """Wait for the buckets of those of these classes that are in flight."""
+    """Wait for the bucket of each class in `kinds` that is the class of a parameter in flight."""
     for kind in kinds:
         if issubclass(kind, Awaited) and kind.bucket is not None:
             kind.bucket.finish_param_sync()
@@ -70,11 +72,12 @@ def wait_for(kinds):
 
 @untraced
 def wait_for_own(module, _):
-    """Wait, before a module is called, for its own parameters and those of containers in it, which nobody calls.
+    """Wait, before a module is called, for its own parameters, and for parameters of containers in it.
 
-    Some modules read parameters of their children, and so wait for all parameters in them. torch's MultiheadAttention
-    reads its projection without calling it. TransformerEncoder in eval mode checks the class of its first layer's
-    parameters. Inside torch.func.grad a module has other tensors as parameters, so it waits for all buckets there are.
+    Some modules read parameters of their children. For such a module, wait for all parameters in it: torch's
+    MultiheadAttention reads its projection without calling it, and TransformerEncoder in eval mode checks the class of
+    its first layer's parameters. Inside torch.func.grad a module has other tensors as parameters, so wait for all
+    buckets of all optimizers.
     """
     if torch._C._functorch.maybe_current_level() is not None:
         for bucket in list(BUCKETS):
@@ -87,9 +90,12 @@ def wait_for_own(module, _):
 
 
 def own_params(module):
-    """Return a module's own parameters, or None for each, and those of containers in it, such as a ParameterList."""
+    """Return the parameters of a module, and of containers in it that nobody calls, such as a ParameterList.
+
+    None stands for a parameter that the module hasn't, such as a bias.
+    """
     params = list(module._parameters.values())
-    for child in module._modules.values():  # its children, without their names
+    for child in module._modules.values():
         if child is not None and type(child).forward is torch.nn.Module.forward:
             params += own_params(child)
     return params

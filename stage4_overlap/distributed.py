@@ -1,12 +1,12 @@
 """The class to rely on: the core of optimizer.py, made robust by guard/ and by the other files here.
 
-In a *round* every bucket is sent once. Each backward pass is a round; a gradient that it doesn't compute is sent as
-zero when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
+In a *round* every bucket is sent once. Each backward pass is a round. If the pass doesn't compute a gradient, zeros are
+sent when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
 the ranks agree on which parameters were used and on the number of rounds.
 
-A bucket survives other code. The next step starts from what load_state_dict() has written into the model. A gradient
-may be sparse, missing, or the partial sum of a DTensor. Each parameter has its own storage, because safetensors,
-accelerate and pickle treat views of one storage as one tensor.
+Other code may change a bucket's tensors. After load_state_dict() the next step starts from the new parameters. A
+gradient may be sparse, missing, or the partial sum of a DTensor. Each parameter has its own storage, because
+safetensors, accelerate and pickle treat views of one storage as one tensor.
 
 Shown by tests/stages/test_rounds.py, tests/stages/test_overlap.py, tests/stages/test_hostile.py, and
 tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`.
@@ -41,10 +41,12 @@ class GuardedBucket(Bucket):
 
     Attributes:
         main_grads: parameter -> the gradient of its main parameter.
-        written: all tensors that others may write into: each parameter, and the local tensor of a DTensor.
+        zero: a zero without dimensions, in the dtype of the parameters.
+        addresses: the memory address of each tensor in `tensors`.
+        written: all tensors that other code may write into: each parameter, and the local tensor of a DTensor.
         versions: autograd's version counter of each tensor in `written`; a later write changes it.
         kinds: class of parameters -> their class while they are in flight.
-        name: what torch.profiler shows.
+        name: the bucket's name in torch.profiler.
     """
 
     tensor_of = staticmethod(local)
@@ -65,7 +67,7 @@ class GuardedBucket(Bucket):
         self.note_new_params()
 
     def grads(self):
-        """Return dense local tensors. A missing gradient becomes an expanded zero, which takes no memory."""
+        """Return the gradients as dense local tensors. In place of a missing one stands `zero`, expanded: no memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
             if grad is None:
@@ -77,12 +79,12 @@ class GuardedBucket(Bucket):
         return grads
 
     def note_new_params(self):
-        """Tell autograd, which sees no all-gather, that parameters changed: it refuses graphs that have read them."""
+        """Tell autograd that an all-gather changes the parameters: autograd then refuses graphs that have read them."""
         torch.autograd.graph.increment_version(self.written)
         self.versions = [tensor._version for tensor in self.written]
 
     def take_model_changes(self):
-        """Update main_shard if somebody has written into the parameters."""
+        """Update main_shard if other code has written into the parameters."""
         if self.versions != [tensor._version for tensor in self.written]:
             update_main_param(self.parameter.main_shard, self.parameter.shard)
 
@@ -94,7 +96,7 @@ class GuardedBucket(Bucket):
                 if tensor.data_ptr() != address]
 
     def start_param_sync(self):
-        """Change the class of the parameters first: from now on, reading one waits for it."""
+        """Change the class of the parameters, then send them: from now on, reading a parameter waits for it."""
         self.inner_tensors.take_back()
         self.note_new_params()
         for kind in self.kinds.values():
@@ -106,7 +108,7 @@ class GuardedBucket(Bucket):
 
     def finish_param_sync(self):
         was_in_flight = self.param_sync is not None
-        with torch._C.DisableTorchFunctionSubclass(), named(f"{self.name}: wait"):  # or this would wait for itself
+        with torch._C.DisableTorchFunctionSubclass(), named(f"{self.name}: wait"):  # else it would wait for itself
             super().finish_param_sync()
         if was_in_flight:
             for param in self.params:
@@ -117,7 +119,7 @@ class GuardedBucket(Bucket):
 
 @functools.cache
 def guarded(bucket_class):
-    """Return the class of a guarded bucket of a core, or of a variant."""
+    """Return a subclass of `bucket_class`, which is a core's or a variant's, with GuardedBucket's methods before it."""
     return type(f"Guarded{bucket_class.__name__}", (GuardedBucket, bucket_class), {})
 
 
@@ -133,11 +135,11 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             dimension of the mesh.
         optimizer_cls: an element-wise torch optimizer class.
         process_group: the ranks that share the work; None means all ranks.
-        average_over: what the sum of gradients is divided by: the size of this process group, or a number; None means
-            `process_group`. For experts, see docs/experts.md.
+        average_over: a number by which the sum of gradients is divided, or a process group whose size is this number.
+            None means `process_group`. For experts, see docs/experts.md.
         bucket_cap_mb: size at which a bucket is closed, in MiB; None means a twentieth of the parameters, from 1 to 25.
         reduce_dtype: torch.float32 sums 16-bit gradients in fp32 and in rank order. This matters on NCCL, which would
-            sum them in 16 bits; gloo uses fp32 anyway.
+            sum them in 16 bits. gloo's sums are in fp32 anyway.
         find_unused_parameters: False raises an error on every rank that names the parameters without a gradient on
             some rank. True counts a missing gradient as zero, and skips parameters without a gradient on all ranks.
             Unused parameters may differ by rank and micro-batch. All ranks must run equally many backward passes, each
@@ -156,10 +158,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _param_grad_holds = "nothing"  # except for gradients that wait for a later round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
-                 process_group: dist.ProcessGroup | None = None,
-                 average_over: dist.ProcessGroup | float | None = None, bucket_cap_mb: float | None = None,
-                 reduce_dtype: torch.dtype | None = None, find_unused_parameters: bool = False,
-                 **optimizer_kwargs: Any) -> None:
+                 process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
+                 bucket_cap_mb: float | None = None, reduce_dtype: torch.dtype | None = None,
+                 find_unused_parameters: bool = False, **optimizer_kwargs: Any) -> None:
         core_arguments = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
         self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
         self.find_unused_parameters = find_unused_parameters
@@ -197,8 +198,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients in `param.grad`, unsent until `step` or a backward pass outside of this context.
 
-        Without it every micro-batch is reduced into the shards: less memory, more communication. Gradients of 16 bits
-        then add up in fp32, and here in 16 bits, which round each micro-batch.
+        Outside of this context every micro-batch is reduced into the shards: less memory, more communication. 16-bit
+        gradients add up in fp32 there, and in 16 bits inside, so that each micro-batch is rounded.
         """
         was_accumulating = self._rounds.is_accumulating
         self.set_requires_gradient_sync(False)
@@ -208,7 +209,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             self.set_requires_gradient_sync(not was_accumulating)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Begin or end what `no_sync` does, as FSDP2's method of this name does."""
+        """Accumulate from now on as `no_sync` does (False), or end that (True). FSDP2 has a method of this name."""
         self._rounds.is_accumulating = not requires_gradient_sync
 
     def on_grad_ready(self, param):
@@ -218,16 +219,16 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds.is_synced = False
         if not rounds.is_accumulating and rounds.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
-        # A pass may compute a gradient after its round has sent all buckets: a re-entrant checkpoint does. It waits for
-        # the next round.
+        # A pass may compute a gradient after its round has sent all buckets, with a re-entrant checkpoint for example.
+        # Such a gradient waits for the next round.
         if rounds.is_accumulating or not rounds.is_open:
             rounds.waiting.add(id(param))
             return
         handle, all_hooks = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
-            # The user's hooks run after ours and must find this gradient, so it is sent when the next one is ready.
+            # The user's hooks run after our hook and must find this gradient. So it is sent with the next gradient.
             bucket = self.bucket_of[param]
-            bucket.ready.discard(param)  # a re-entrant checkpoint may have computed it once before
+            bucket.ready.discard(param)  # a re-entrant checkpoint may have made it ready before
             self.send_full_buckets()
             if rounds.is_open:
                 bucket.ready.add(param)
@@ -236,15 +237,15 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def _begin_round(self):
         rounds = self._rounds
-        self._end_backward()  # a pass that failed has left its round open
-        # The queue of callbacks in torch's engine keeps the object alive until the pass ends.
+        self._end_backward()  # because a pass that failed has left its round open
+        # torch's engine keeps the BackwardPass alive until the pass ends.
         rounds.backward_pass = weakref.ref(BackwardPass(self._end_backward))
         rounds.is_open = rounds.went_backward = True
-        for bucket in self.buckets:  # a frozen parameter will get no gradient: don't wait for one
+        for bucket in self.buckets:  # a frozen parameter will get no gradient, so it is ready
             bucket.ready.update([param for param in bucket.params if not param.requires_grad])
 
     def _end_backward(self):
-        """Send gradients that the pass didn't compute as zero, at once: another rank may have them, and wait for us."""
+        """Send zeros for gradients that the pass didn't compute: another rank may have them, and wait for this rank."""
         self._rounds.backward_pass = lambda: None
         if self._rounds.is_open:
             self._finish_round()
@@ -290,22 +291,22 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _agree(self, arguments):
         """Send every gradient, and finish the same number of rounds on each rank.
 
-        Returns for each parameter what is wrong with its gradient, on some rank, or 0.
+        Returns for each parameter the worst fault of its gradient on any rank, a number of rounds.py, or 0.
         """
         rounds = self._rounds
         params = self._params
         faults = what_is_wrong(rounds, params, self.buckets)
-        if rounds.is_synced:  # the ranks have agreed before: the others would not answer
+        if rounds.is_synced:  # the ranks have agreed before, so other ranks would not answer
             return [faults.get(id(param), 0) for param in params]
         if rounds.is_open or not rounds.n:
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
         rounds.settings = settings_of(self.param_groups, arguments)
         used, wrong, n_rounds = agree_on_rounds(rounds, params, faults, self._agreement_group)
-        while rounds.n < n_rounds:  # sends what no_sync() has kept here, or zeros for what another rank has
+        while rounds.n < n_rounds:  # send gradients that no_sync() has kept here, or zeros if it has elsewhere
             self._finish_round()
         unused = {param for param, is_used in zip(params, used) if not is_used and id(param) not in rounds.with_zeros}
-        # What no rank has used isn't updated: its main parameter has no gradient.
+        # A parameter that no rank has used isn't updated, because its main parameter has no gradient.
         for param in rounds.unused | unused:
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
@@ -328,25 +329,26 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def zero_grad(self, set_to_none=True):
         """Drop the gradients, including those already sent.
 
-        Gradients become None, whatever `set_to_none` says. As in torch, it decides what becomes of a parameter that is
+        Gradients become None, whatever `set_to_none` says. As in torch, `set_to_none` matters for a parameter that is
         unused in the next step: True skips the parameter, False updates it by a gradient of zeros.
 
-        Collective after a backward pass, because what was sent must be received. If a rank has run none, or one that
-        failed before its first gradient, the other ranks wait for it.
+        Collective after a backward pass, because messages that were sent must be received. If a rank has run no
+        backward pass, or if its pass has failed before the first gradient, the other ranks wait for this rank.
         """
         rounds = self._rounds
         if rounds.waiting or rounds.went_backward:
             self._agree({})
         rounds.start()
         rounds.zero(rounds.with_grad, set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():  # it reads param.grad alone, so it needn't wait for parameters
+        with torch._C.DisableTorchFunctionSubclass():  # zero_grad() reads no element, so it needn't wait
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def _drop_grads(self, params, set_to_none):
-        """Drop what has been sent, when `model.zero_grad()` was called for all of it, and note what is lost otherwise.
+        """Drop the gradients that were sent, if `model.zero_grad()` was called for all of them. Else note them as lost.
 
-        Waits for what is under way, of which every rank has sent its part. The ranks compare it in the next step.
+        Waits for gradients in flight, of which every rank has sent its part. In the next step the ranks compare how
+        many rounds were dropped.
         """
         rounds, ids = self._rounds, set(map(id, params))
         rounds.zero(ids, set_to_none)
@@ -358,7 +360,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 self._finish_round()
             rounds.drop()
             super().zero_grad()
-            for bucket in self.buckets:  # no round may follow that replaces what they hold
+            for bucket in self.buckets:  # a step may follow without another round, and must find zeros
                 bucket.gradient.shard.zero_()
 
     # ----------------------------------------------------------------------------------------- parameters, and the end
@@ -367,12 +369,12 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return any(param is moved for moved in self.bucket_of[param].moved_params())
 
     def prefetch_params(self, model: torch.nn.Module) -> list:
-        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called.
+        """Let `step` return before the parameters arrive. A module of `model` waits for its parameters when called.
 
-        Anything else that reads a parameter waits for it too. On a GPU only the stream of the first reader waits: if
+        Other code that reads a parameter waits for it too. On a GPU only the stream of the first reader waits: if
         other streams read parameters, call `finish_param_sync()` right after `step`.
 
-        Returns the handles of the new hooks; their remove() undoes this.
+        Returns the handles of the new hooks. To undo this, call remove() of each handle.
         """
         self.prefetching = True
         return [module.register_forward_pre_hook(wait_for_own, prepend=True) for module in model.modules()
@@ -392,7 +394,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return sum(flat.nbytes for buffer in [*self.idle, *self.travelling] for flat in {buffer.sent, buffer.received})
 
     def move_to(self, process_group):
-        """Give up this rank's shards, if any, and take the shards of its rank in `process_group`, without state."""
+        """Give up this rank's shards, and take the shards of its new rank in `process_group`, without state."""
         for handle, *_ in self._watched.values():
             handle.remove()
         for owned in (self._watched, self.bucket_of, self.buckets, self.queue, self.idle):

@@ -1,4 +1,4 @@
-"""Tensor-parallel models on a 2-D mesh: the local part of each DTensor is sharded over the data-parallel ranks.
+"""Shards the local part of each DTensor over the data-parallel ranks: for tensor-parallel models on a 2-D mesh.
 
 Shown by tests/stages/test_dtensor.py.
 """
@@ -9,12 +9,15 @@ from guard.groups import mesh_groups_of
 
 
 def local(tensor):
-    """Return the part of a DTensor that is on this rank, or any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)  # to_local() returns a view, and replacing its data has no effect
+    """Return the part of a DTensor that is on this rank. Any other tensor is returned as it is."""
+    return getattr(tensor, "_local_tensor", tensor)  # not to_local(): replacing the data of its view has no effect
 
 
 def local_parts(named, process_group):
-    """Return [(name, local part of the parameter), …]. Raises ValueError: one is spread over that group already."""
+    """Return [(name, local part of the parameter), …].
+
+    Raises ValueError: a parameter is spread over ranks of `process_group` already.
+    """
     group_ranks = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     for name, param in named:
         for group in mesh_groups_of(param):

@@ -1,9 +1,9 @@
-"""Tracks which gradients were sent in which backward pass, and lets the ranks agree on that with one all-reduce a step.
+"""Tracks which gradients each backward pass has sent, and lets the ranks agree on that with one all-reduce per step.
 
 The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
-and on whether something is wrong with a gradient. The host knows all this, and sends it over a group of the hosts: no
-host waits for its GPU. Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and
-tests/stages/test_drawn.py.
+and on whether something is wrong with a gradient. The host knows all this without its GPU, and sends it in a process
+group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rounds.py,
+`test_no_step_waits_for_the_device`, and tests/stages/test_drawn.py.
 """
 
 import collections
@@ -16,37 +16,39 @@ from guard.dropping import lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
-# What can be wrong with a gradient; 0 is nothing. The ranks agree on the largest number.
+# Faults of a gradient; 0 is none. The ranks agree on the largest number.
 MISSING = 1
-LATE = 2  # it was assigned after the gradient of the backward pass had been sent
-LOST = 3  # model.zero_grad() should have dropped it, with others that were sent and stay
+LATE = 2  # a program has assigned it after the gradient of the backward pass had been sent
+LOST = 3  # model.zero_grad() should have dropped it alone, and it was sent together with others
 MOVED = 4  # its parameter no longer has the memory that this optimizer updates
-MOST_NAMES = 9  # of parameters in an error
+MOST_NAMES = 9  # the most names of parameters in an error
 
-HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> its gloo group; None: itself
+HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> what host_group() returns
 N_MADE: collections.Counter = collections.Counter()  # name of a group -> how many gloo groups were made for it
 
 
 class Rounds:
-    """Counts the rounds since the last step. It is one object, so that a wrapper that copies attributes shares it.
+    """Counts the rounds since the last step. A wrapper that copies an optimizer's attributes shares this one object.
+
+    Sets have ids of parameters, because a tensor's own hash is slow.
 
     Attributes:
         n: number of rounds that have ended.
-        n_dropped: number of those whose gradients `model.zero_grad()` has dropped.
+        n_dropped: number of ended rounds whose gradients `model.zero_grad()` has dropped.
         is_open: whether a backward pass has begun a round that hasn't ended.
         went_backward: whether a pass has begun a round, on this rank; after the ranks have agreed, on any rank.
-        used: ids of the parameters whose gradient this rank has sent. Ids, because a tensor's own hash is slow.
-        lost: ids of those of them whose gradient `model.zero_grad()` should have dropped.
+        used: ids of the parameters whose gradient this rank has sent.
+        lost: ids in `used` whose gradient `model.zero_grad()` should have dropped.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
             round, `Bucket.ready` has the parameters.
-        unused: parameters that had no gradient on any rank when the ranks agreed last: they are not updated, and their
-            main parameters have no gradient until the ranks agree again.
+        unused: the parameters (no ids) that had no gradient on any rank when the ranks agreed last: they are not
+            updated, and their main parameters have no gradient until the ranks agree again.
         with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
-        with_zeros: ids of those of them that `zero_grad(set_to_none=False)` has left with zeros. Where no rank uses
-            them, they are updated nevertheless, as in torch.
+        with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
+            are updated even if no rank uses them, as in torch.
         settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`.
         settings_differ: whether the ranks have different settings, if only by rounding.
-        is_synced: whether the ranks have agreed on all this, and every gradient was sent.
+        is_synced: whether the ranks have agreed on this round's facts, and every gradient was sent.
         backward_pass: function () -> the current BackwardPass or None; a weak reference.
         is_accumulating: whether we are inside no_sync.
     """
@@ -57,14 +59,14 @@ class Rounds:
         self.start()
 
     def start(self):
-        """Count anew, after a step."""
+        """Count anew, after a step. Only `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
         self.n, self.is_open, self.went_backward = 0, False, False
         self.settings, self.settings_differ = {}, False
         self.backward_pass = lambda: None
         self.drop()
 
     def zero(self, ids, set_to_none):
-        """Note which parameters torch's zero_grad() leaves with zeros."""
+        """Note that zero_grad(set_to_none) was called for the parameters with these ids."""
         if set_to_none:
             self.with_zeros -= ids
             self.with_grad -= ids
@@ -80,7 +82,8 @@ class Rounds:
 class BackwardPass:
     """Calls `at_end` when the current backward pass ends; inside a re-entrant checkpoint, when the outer pass ends.
 
-    torch keeps this object until then. If the pass fails, torch drops it without a call, and weak references to it die.
+    torch keeps this object until then. If the pass fails, torch drops the object without a call, and weak references to
+    the object die.
     """
 
     def __init__(self, at_end):
@@ -89,10 +92,10 @@ class BackwardPass:
 
     def _queue(self, *_):
         if self.handle is not None:
-            self.handle.remove()  # or the graph, which the user may keep, would keep this object after a failure
+            self.handle.remove()  # else the graph, which the user may keep, would keep this object after a failure
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
-    @torch.compiler.disable  # where a compiled function calls backward()
+    @torch.compiler.disable  # because a compiled function may call backward()
     def __call__(self):
         node = torch._C._current_autograd_node()  # the node of an outer pass that ran this pass
         if node is None:
@@ -102,25 +105,26 @@ class BackwardPass:
 
 
 def what_is_wrong(rounds, params, buckets):
-    """Return {id of a parameter: LATE, LOST or MOVED}, as this rank sees it; `agree_on_rounds` adds MISSING."""
+    """Return {id of a parameter: LATE, LOST or MOVED}, as far as this rank knows; `agree_on_rounds` adds MISSING."""
     moved = []
     assigned = {id(param) for param in params if param.grad is not None} - rounds.waiting
     for bucket in buckets:
-        assigned.difference_update(map(id, bucket.ready))  # autograd has made these: a user has assigned the others
+        assigned.difference_update(map(id, bucket.ready))  # autograd has made the gradients of ready parameters
         moved += bucket.moved_params()
     late = assigned if rounds.is_synced else assigned & rounds.used
     return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
 def host_group(process_group, device):
-    """Return gloo between the ranks of `process_group`, made once; None if that serves CPU tensors. Collective.
+    """Return a gloo group of the ranks of `process_group`, or None if `process_group` serves CPU tensors. Collective.
 
-    It isn't made by `new_group`, which names a group after the number of groups that this rank is in: ranks in
-    different numbers of groups would wait for each other under different names, for ever.
+    Each process group gets one gloo group. `new_group` doesn't make it, because `new_group` names a group after the
+    number of groups that this rank is in: ranks in different numbers of groups would wait for each other under
+    different names, for ever.
     """
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
-        N_MADE[group.group_name] += 1  # under the same name, the store would still have entries of an earlier group
+        N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
         name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.ProcessGroupGloo(
@@ -129,12 +133,15 @@ def host_group(process_group, device):
 
 
 def agree_on_rounds(rounds, params, faults, process_group):
-    """Return whether any rank has used each of `params`, what is wrong with each, and the number of rounds. Collective.
+    """Return (used, wrong, n_rounds), the same on every rank. Collective.
 
-    It runs in the step, and not when a backward pass ends, because until the step another pass may follow, gradients
-    may be assigned, and a scheduler may set the lr.
+    used, wrong: lists in the order of `params`: whether any rank has used the parameter, and its worst fault or 0.
+    n_rounds: the largest number of rounds.
 
-    faults: what this rank's `what_is_wrong` returns.
+    The step calls this function, not the end of a backward pass: until the step another pass may follow, a program may
+    assign gradients, and a scheduler may set the lr.
+
+    faults: the dict that this rank's `what_is_wrong` has returned.
     """
     n_rounds = rounds.n
     used = []
@@ -142,11 +149,11 @@ def agree_on_rounds(rounds, params, faults, process_group):
     for param in params:
         has_grad = param.grad is not None
         if has_grad:
-            n_rounds = rounds.n + 1  # no_sync() has kept it: it needs one more round
+            n_rounds = rounds.n + 1  # no_sync() has kept this gradient: one more round will send it
         is_used = has_grad or id(param) in rounds.used
         used.append(is_used)
         wrong.append(faults.get(id(param)) or (MISSING if param.requires_grad and not is_used else 0))
-    checksum = checksum_of(rounds.settings)  # the ranks have the same if the largest equals the smallest
+    checksum = checksum_of(rounds.settings)  # all ranks have the same if the largest equals the smallest
     report = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
     report = torch.tensor(report, dtype=torch.int32, device="cpu")
     hosts = host_group(process_group, params[0].device)

@@ -1,4 +1,4 @@
-"""Prints what each variant sends and holds, counted on one rank of eight in one process, and what was measured.
+"""Prints, for each variant, counted bytes sent and held by one rank of eight in one process, and measured times.
 
     python -m variants [--page]
 
@@ -35,7 +35,7 @@ from variants.muon import UNEVEN, owners
 from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
-# A row of the table: what others call it, when to take it. harness/training/rows.py names the base of its time.
+# A row of the table: other systems' names for the idea, and when to take it. harness/training/rows.py has its base.
 TableRow = namedtuple("TableRow", "elsewhere when")
 ROWS = {  # by the bench's names
     GRAD_BUFFER: TableRow("", "the base of the next row"),
@@ -58,9 +58,9 @@ MUONS = {DDP_AND_MUON: "replicated, DDP", "variants muon": "muon"}
 GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 4096)}  # layers, width
 
 
-# Bytes per parameter that a rank sends per step and holds after it, without bucket buffers; `_theory`: by formula.
+# Bytes per parameter that a rank sends per step and holds after a step, without bucket buffers. `_theory`: by formula.
 Counted = namedtuple("Counted", "sent messages held sent_theory held_theory")
-# Newton–Schulz of the busiest rank over the mean of the ranks: by variants/muon.py, at the least.
+# Newton–Schulz products of the busiest rank / mean of all ranks. muon: as variants/muon.py deals; least: lower bound.
 Balance = namedtuple("Balance", "model d muon least")
 
 
@@ -68,7 +68,7 @@ Balance = namedtuple("Balance", "model d muon least")
 def counted(name, d):
     """Count a row's step on rank 0 of d. Returns Counted."""
     configuration = catalogue.find(name)
-    exchanged = mock.patch.dict(UNEVEN, {Transport: GlooTransport})  # the fake group gathers equal parts alone
+    exchanged = mock.patch.dict(UNEVEN, {Transport: GlooTransport})  # the fake group can only gather equal parts
     # Without the rounds of Newton–Schulz, which take minutes where a CPU has no bf16: the counts don't depend on them.
     no_rounds = mock.patch.dict(MUON, ns_steps=0)
     with rank_0_of(d), exchanged, no_rounds, Memory("cpu") as memory:
@@ -87,7 +87,7 @@ def counted(name, d):
 
 
 def times(kind, rate, key="time"):
-    """Return {name of a row: its time on two hosts with a link of that rate}, in the words of the table there."""
+    """Return {name of a row: its time on two hosts with a link of this rate}, from a table of results/."""
     return load(f"network_{kind}_{rate}.json").sheets["times"].numbers(key)
 
 

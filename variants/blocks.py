@@ -1,7 +1,7 @@
-"""Shards are cut at multiples of a block, so that an optimizer with one scale per block works as on the whole tensor.
+"""Cuts shards at multiples of a block, so that an optimizer with one scale per block works as on the whole tensor.
 
-Situation: 8-bit moments (bitsandbytes, torchao), which share one scale per block of 256 elements. Stage 4 refuses such
-optimizers, because its shards cut through blocks.
+Situation: a program trains with 8-bit moments (bitsandbytes, torchao), which share one scale per block of 256 elements.
+Stage 4 refuses such optimizers, because its shards cut through blocks.
 Called elsewhere: torchao under FSDP2 keeps 8 bits only in shards whose length is a multiple of a block. Megatron-LM,
 DeepSpeed and modded-nanogpt have no switch for it.
 Wire and memory: as in stage 4, but each parameter is padded to a multiple of 256 elements, and each bucket to a
@@ -16,7 +16,7 @@ from guard.probe import check_elementwise
 from stage4_overlap.buffer import Bucket
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
-BLOCK = 256  # elements; of any dtype a multiple of what stage 4 aligns to
+BLOCK = 256  # elements; in any dtype a multiple of stage 4's alignment
 
 
 class BlockBucket(Bucket):
@@ -29,6 +29,6 @@ class ShardedOptimizer(OverlapOptimizer):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, of an optimizer that steps blocks of 256 elements by themselves."""
+    """Stage 4's DistributedOptimizer, for an optimizer that steps each block of 256 elements by itself."""
 
     _probe = staticmethod(functools.partial(check_elementwise, unit=BLOCK))

@@ -1,8 +1,8 @@
-"""Half of three variants: the inner optimizer updates one bucket after the other, in the order of the forward pass.
+"""Updates one bucket after the other, in the order of the forward pass: a base of three variants.
 
-moments16 and remainder16 keep moments and main parameters packed between steps. This module unpacks them one bucket at
-a time, and never the whole 1/d at once. A bucket is sent while the next one is updated. The optimizer must count steps
-per tensor, as torch's optimizers do; one that counts its calls is refused.
+moments16 and remainder16 keep moments and main parameters packed between steps. They unpack one bucket at a time, and
+never the whole 1/d at once. A bucket is sent while the next bucket is updated. The optimizer must count steps per
+tensor, as torch's optimizers do. An optimizer that counts its calls is refused.
 """
 
 import functools
@@ -13,7 +13,7 @@ from stage4_overlap.optimizer import hyperparameters
 
 class BucketByBucket(OverlapOptimizer):
     def unpack(self, bucket):
-        """Return main parameters in fp32, (numel / d,), which a variant may make only now."""
+        """Return the bucket's main parameters in fp32, (numel / d,). A variant may make them only now."""
         return bucket.parameter.main_shard
 
     def pack(self, bucket):
@@ -31,13 +31,16 @@ class BucketByBucket(OverlapOptimizer):
             self.pack(bucket)
 
     def sync_params(self):
-        """Wait for the parameters unless they are prefetched: `pack` has sent them."""
+        """Wait for the parameters, which `pack` has sent, unless they are prefetched."""
         if not self.prefetching:
             self.finish_param_sync()
 
 
 def step_only(optimizer, chosen, step=None):
-    """Let `optimizer` step those of its parameters that are among `chosen`. Hide the others, and their gradients."""
+    """Let `optimizer` step only the parameters in `chosen`: hide its other parameters and their gradients meanwhile.
+
+    step: the method to call, if it isn't `optimizer.step`.
+    """
     groups = [dict(group) for group in optimizer.param_groups]
     chosen = set(map(id, chosen))  # because a tensor's own hash is slow
     hidden = [(param, param.grad) for group in groups for param in group["params"] if id(param) not in chosen]
@@ -45,7 +48,7 @@ def step_only(optimizer, chosen, step=None):
         for param, _ in hidden:
             param.grad = None  # because a class may have listed its parameters in its constructor
         for group, whole in zip(optimizer.param_groups, groups):
-            for key in {"params", "param_names"} & group.keys():  # names say which parameter they are of
+            for key in {"params", "param_names"} & group.keys():  # names are in the order of the parameters
                 group[key] = [item for item, param in zip(whole[key], whole["params"]) if id(param) in chosen]
         (step or optimizer.step)()
     finally:
@@ -56,7 +59,7 @@ def step_only(optimizer, chosen, step=None):
 
 
 def tried_tensor_by_tensor(check, **arguments):
-    """Return the guard's trial `check`, with a call for each tensor, so that an optimizer that counts calls fails."""
+    """Return a `_probe` that runs `check` with a call of `step` per tensor: an optimizer that counts calls fails it."""
     def probe(make_optimizer, groups):
         one_by_one = functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords)
         return check(one_by_one, groups, make_plain=make_optimizer, **arguments)
@@ -65,6 +68,7 @@ def tried_tensor_by_tensor(check, **arguments):
 
 @functools.cache
 def stepped_one_by_one(optimizer_cls):
+    """Return a subclass of `optimizer_cls` whose `step` steps each parameter in a call of its own."""
     def step(self, closure=None):
         for param in [param for group in self.param_groups for param in group["params"]]:
             step_only(self, {param}, super(cls, self).step)

@@ -1,6 +1,6 @@
-"""Each gradient is checked for nan and inf before it is sent, and every rank raises an error before the update.
+"""Checks each gradient for nan and inf before it is sent, and raises an error on every rank before the update.
 
-Situation: the loss explodes on one rank of a thousand. After the reduce-scatter nobody can tell which rank it was.
+Situation: the loss explodes on one rank of a thousand. After the reduce-scatter no rank can tell which rank it was.
 Called elsewhere: check_for_nan_in_grad in Megatron-LM, which raises the error before the collective, on the rank that
 has the nan. Loss scalers (of torch, DeepSpeed, Megatron-LLaMA) look after the collective, and skip the step. FSDP2
 users pass error_if_nonfinite to torch's clipping, which also looks at the average. modded-nanogpt has no such check.
@@ -19,10 +19,11 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class ShardedOptimizer(OverlapOptimizer):
-    """Stage 4's core, which refuses what is not finite.
+    """Stage 4's core, which refuses gradients that are not finite.
 
     Attributes:
-        is_finite: parameter -> whether all its gradients that have left since the last exchange are finite, a tensor.
+        is_finite: parameter -> whether its gradients that were sent since the last exchange of flags are all finite, a
+            tensor without dimensions.
     """
 
     def shard(self, groups):
@@ -37,14 +38,14 @@ class ShardedOptimizer(OverlapOptimizer):
 
     def sync_grads(self):
         super().sync_grads()
-        if not self.is_finite:  # it was looked at before
+        if not self.is_finite:  # an earlier call in this step has compared the flags
             return
         group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
         params = list(self.is_finite)  # the same on each rank, and in the same order
         ranks = dist.get_process_group_ranks(group)
         flags = gather(torch.stack([*self.is_finite.values()]).to(torch.uint8), group)
         self.is_finite = {}
-        if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (1 - flags).nonzero()]:
+        if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (flags == 0).nonzero()]:
             self.zero_grad()
             raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
 
@@ -54,9 +55,9 @@ class ShardedOptimizer(OverlapOptimizer):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """The same with the guard.
+    """Stage 4's DistributedOptimizer, which refuses gradients that are not finite.
 
-    Raises ValueError: `average_over` is given, because then ranks of other groups, which wait, would hear of no nan.
+    Raises ValueError: `average_over` is given. Ranks of other groups would not hear of the error, and would wait.
     """
 
     def _refuse(self, named):

@@ -1,4 +1,4 @@
-"""Shards within a group of ranks, replicas across groups: the all-gather stays on the fast links.
+"""Shards within a group of ranks, and keeps replicas across groups: the all-gather stays on the fast links.
 
 Situation: links within a node are fast and links between nodes are slow, or there are so many ranks that a message to
 all of them is mostly latency.
@@ -8,9 +8,10 @@ Wire, for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a 
 a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r, per backward pass. Memory: as on s ranks.
 Costs: the state exists r times. Each backward pass averages its shards across the groups while it computes, as FSDP2
 does. With `gradient_accumulation_steps=k`, the same on every rank, the first k - 1 passes after a step leave this
-average out, as FSDP2's set_requires_all_reduce(False) does, and `step` averages what is left. All groups must run
-equally many backward passes, or an all-reduce waits for ever. With `gradient_accumulation_steps=math.inf`, where `step`
-alone averages, groups may differ. `reshard` is refused. Call `save` on the ranks of one group only.
+average out, as FSDP2's set_requires_all_reduce(False) does. `step` averages shards that no pass has averaged. All
+groups must run equally many backward passes, or an all-reduce waits for ever. With
+`gradient_accumulation_steps=math.inf` only `step` averages, and the groups may run different numbers of passes.
+`reshard` is refused. Call `save` on the ranks of one group only.
 
     mesh = torch.distributed.init_device_mesh("cpu", (r, s))
     DistributedOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=1e-3)
@@ -26,7 +27,7 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class OnMesh:
-    """Takes its process group from `mesh`: (r, s), where s ranks share a state."""
+    """Takes the process group from `mesh`, which has the shape (r, s): s ranks share a state, and r ranks a shard."""
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, gradient_accumulation_steps=1, **kwargs):
         self.gradient_accumulation_steps = gradient_accumulation_steps
@@ -38,7 +39,7 @@ class OnMesh:
 
     @property
     def _agreement_group(self):
-        """Return the group of the whole mesh, for the guard."""
+        """Return the process group of the whole mesh: all its ranks train the model."""
         return self.all_ranks
 
     def move_to(self, process_group):
@@ -46,19 +47,20 @@ class OnMesh:
 
 
 class Replicas(OverlapOptimizer):
-    """Averages the shards of gradients over the ranks of `across`, too."""
+    """Averages shards of gradients also over the ranks of `across`."""
 
     def shard(self, groups):
-        self.n_passes = collections.Counter()  # bucket -> how often it has arrived since the last step
-        self.averages = {}  # bucket -> the all-reduce that was started last, a dist.Work
+        self.n_passes = collections.Counter()  # bucket -> number of its reduce-scatters since the last step
+        self.averages = {}  # bucket -> its last all-reduce, a dist.Work
         for param in [param for group in groups for param in group["params"]]:
             dist.broadcast(param.detach(), group=self.across, group_src=0)
         return super().shard(groups)
 
     def receive_oldest(self):
-        """Add the oldest bucket to its shard, and average the shard.
+        """Add the sum of the oldest bucket to its shard, and begin to average the shard across the groups.
 
-        The shard may have the average of an earlier pass. All groups have the same then, and so its average is itself.
+        The shard may already have an average of an earlier pass. All groups have the same average, so averaging it once
+        more changes nothing.
         """
         bucket = self.travelling[0].bucket
         if bucket in self.averages:
@@ -69,7 +71,7 @@ class Replicas(OverlapOptimizer):
             self.start_average(bucket)
 
     def start_average(self, bucket):
-        """Start to average the bucket's shard across the groups, in place."""
+        """Begin to average the bucket's shard across the groups, in place."""
         shard = bucket.gradient.shard
         shard /= dist.get_world_size(self.across)
         self.averages[bucket] = dist.all_reduce(shard, group=self.across, async_op=True)
@@ -97,4 +99,4 @@ class ShardedOptimizer(OnMesh, Replicas):
 
 
 class DistributedOptimizer(OnMesh, stage4_overlap.DistributedOptimizer, Replicas):
-    """Stage 4 with its guard, over the same mesh."""
+    """Stage 4's DistributedOptimizer, over the same mesh."""

@@ -1,9 +1,9 @@
-"""Moments are kept in bf16, which saves 4/d bytes per parameter. Each step still computes in fp32.
+"""Keeps moments in bf16, which saves 4/d bytes per parameter. Each step still computes in fp32.
 
 Situation: the optimizer's state decides whether a model fits.
 Called elsewhere: use_precision_aware_optimizer with exp_avg_dtype and exp_avg_sq_dtype in Megatron-LM,
-bf16_optimizer_states in DeepSpeed. Under FSDP2 the optimizer itself decides; those of torchao and bitsandbytes have 8
-bits. modded-nanogpt keeps fp32.
+bf16_optimizer_states in DeepSpeed. Under FSDP2 the optimizer itself decides: moments of torchao's and bitsandbytes'
+optimizers have 8 bits. modded-nanogpt keeps fp32.
 Wire: as in stage 4. Memory: 4 + 8/d bytes per fp32 parameter instead of 4 + 12/d, and 2 + 12/d per 16-bit parameter
 instead of 2 + 16/d. During the step, the moments of one bucket are also held in fp32.
 Costs: two conversions per step, and precision of the second moment. With beta2 = 0.999 and steady gradients, a step
@@ -29,7 +29,7 @@ class ShardedOptimizer(BucketByBucket):
         super().pack(bucket)
 
     def cast_moments(self, bucket, dtype):
-        """Cast what has the shape of its parameter in the state, and no counts of steps."""
+        """Cast the tensors of a state that have the shape of the main parameter: moments, and no counts of steps."""
         for main_param in bucket.main_params.values():
             state = self.optimizer.state.get(main_param, {})
             state.update({name: value.to(dtype) for name, value in state.items()
@@ -37,6 +37,6 @@ class ShardedOptimizer(BucketByBucket):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, with moments in bf16."""
+    """Stage 4's DistributedOptimizer, with moments in bf16."""
 
     _probe = tried_tensor_by_tensor(check_elementwise)

@@ -1,15 +1,15 @@
-"""Each matrix lies whole on one rank, so that Muon, which needs whole matrices, runs sharded and overlapped.
+"""Gives each matrix whole to one rank, so that Muon, which needs whole matrices, runs sharded and overlapped.
 
-Situation: Muon, SOAP or Shampoo. Stage 4 refuses them, because they update a piece of a matrix differently than the
-whole matrix.
+Situation: a program trains with Muon, SOAP or Shampoo. Stage 4 refuses these optimizers, because they update a piece of
+a matrix differently than the whole matrix.
 Called elsewhere: the layer-wise distributed optimizer of Megatron-LM (Muon), Owned placement in torchtitan, RaggedShard
 in veScale, dion's Muon over FSDP2; modded-nanogpt gives each rank matrices of one shape. DeepSpeed runs Muon beneath
 ZeRO-1 and -2.
 Wire: 2 · 4Ψ · (d-1)/d bytes. Each rank's part of a bucket is sent at its true length, without padding to the longest.
 Memory: stage 4's 4 + 12/d bytes per parameter with AdamW, and 4 + 8/d with Muon, which has one moment.
-Costs: a backend that exchanges gradients, as gloo does, sends the owner a copy of its part from each other rank. If a
-bucket had fewer matrices than there are ranks, some ranks would receive nothing while the others do. So a bucket holds
-a matrix per rank, unless that is more than a twelfth of the model.
+Costs: with a backend that exchanges gradients, such as gloo, a rank needs memory for a copy of its part from each rank.
+If a bucket had fewer matrices than there are ranks, some ranks would receive nothing while the others do. So a bucket
+holds a matrix per rank, unless that is more than a twelfth of the model.
 Balance: Newton–Schulz of an n × m matrix takes n · m · min(n, m) products. Each matrix goes to the rank that has the
 least work so far. A bucket's parameters are sent as soon as they are updated, while the next bucket is being updated.
 """
@@ -27,23 +27,27 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 def owners(groups, world_size):
     """Return {parameter: the rank that steps it}, so that all ranks have about as much to compute.
 
-    In the order of the model a bucket has something of each rank. So it is kept, unless the dearest first is more even.
+    Dealt in the order of the model, each bucket has parameters of every rank, so all ranks send at once. Dealt the most
+    expensive first, the ranks' work may be more even: only then this order is taken.
     """
     cost_of = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
 
     def dealt(params):
+        """Return (work of the busiest rank, {parameter: rank})."""
         totals, owner_of = [0] * world_size, {}
         for param in params:
             owner_of[param] = totals.index(min(totals))
             totals[owner_of[param]] += cost_of[param]
         return max(totals), owner_of
+    # If both orders are equally even, min() takes the first, which is the order of the model.
     return min(dealt(cost_of), dealt(sorted(cost_of, key=cost_of.get, reverse=True)), key=lambda result: result[0])[1]
 
 
 class UnevenTransport(Transport):
-    """Sends parts of unequal lengths, for which NCCL starts a reduce or a broadcast for each rank, all at once."""
+    """Sends parts of unequal lengths: NCCL then starts a reduce, or a broadcast, for each rank, all at once."""
 
     def reduce_scatter(self, sent, received, gradient):
+        """Return (works, parts), as Transport.reduce_scatter does."""
         place, parts = gradient.place_for(sent[self.rank])
         return [dist.reduce_scatter(place, list(sent), dist.ReduceOp.AVG, **self.asynchronous)], parts
 
@@ -52,29 +56,32 @@ class UnevenTransport(Transport):
 
 
 class UnevenExchange(Exchange, UnevenTransport):
-    """Serves NCCL where it sums in fp32: gradients are exchanged, and parameters gathered as above."""
+    """Exchanges gradients, to sum them in fp32 on NCCL, and gathers parameters as UnevenTransport does."""
 
 
 UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # GlooTransport takes parts of any length
 
 
 class WholeBucket(Bucket):
+    """A bucket whose shards are whole parameters. `lengths`: for each rank, the number of elements of its shard."""
+
     def place(self, alignment):
-        """Lay out rank after rank, `lengths` elements of each: what a rank owns lies together."""
-        owners = [self.transport.owner_of[param] for param in self.params]
-        self.lengths, offsets = [0] * self.transport.world_size, []
-        for tensor, owner in zip(self.tensors, owners):
+        """Choose where each parameter lies: the shards follow one another, each with the parameters of its owner."""
+        owner_of_each = [self.transport.owner_of[param] for param in self.params]
+        self.lengths, offsets = [0] * self.transport.world_size, []  # offsets: in the shard of the owner
+        for tensor, owner in zip(self.tensors, owner_of_each):
             offsets.append(self.lengths[owner])
             self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
         self.numel = sum(self.lengths)
-        self.starts = [sum(self.lengths[:owner]) + offset for owner, offset in zip(owners, offsets)]
-        self.ranges = [Range(index, 0, self.tensors[index].numel(), offset)
-                       for index, (owner, offset) in enumerate(zip(owners, offsets)) if owner == self.transport.rank]
+        self.starts = [sum(self.lengths[:owner]) + offset for owner, offset in zip(owner_of_each, offsets)]
+        own = [index for index, owner in enumerate(owner_of_each) if owner == self.transport.rank]
+        self.ranges = [Range(index, 0, self.tensors[index].numel(), offsets[index]) for index in own]  # whole ones
 
     def shards_of(self, flat):
         return flat.split(self.lengths)
 
     def partition(self):
+        """Give main parameters and their gradients the shapes of their parameters, as Muon needs."""
         super().partition()
         for param, main_param in self.main_params.items():
             self.main_params[param] = main_param.view(param.shape)
@@ -83,24 +90,27 @@ class WholeBucket(Bucket):
 
 class WholeBuffer(BucketBuffer):
     def __init__(self, buckets, transport):
-        """Make room to receive this rank's part of a bucket from each rank, which may be more than the bucket."""
+        """Make room for this rank's part of a bucket, once for each rank: together more than the bucket, maybe."""
         super().__init__(buckets, transport)
         if transport.needs_receive_buffer:
             d, rank = transport.world_size, transport.rank
             sizes = [d * bucket.lengths[rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
             self.received = self.sent.new_zeros(max(sizes))
             for bucket, n_bytes in zip(buckets, sizes):
-                slots, sent, _ = self.places[bucket]
-                self.places[bucket] = slots, sent, self.received[:n_bytes].view(self.wire_dtype(bucket)).view(d, -1)
+                received = self.received[:n_bytes].view(self.wire_dtype(bucket)).view(d, -1)
+                self.places[bucket] = *self.places[bucket][:2], received  # the views of what is sent stay
 
 
 class ShardedOptimizer(BucketByBucket):
     bucket_class, bucket_buffer_class = WholeBucket, WholeBuffer
 
     def transport_for(self, process_group, *args):
-        """Choose a bucket's size too: a matrix per rank, so that all send at once, or a twelfth of all if less."""
-        transport = transport_for(process_group, *args)
-        transport = UNEVEN.get(type(transport), type(transport))(process_group)
+        """Return the transport, with an owner for each parameter. Choose the size of buckets too, unless it is given.
+
+        A bucket then has room for the largest matrix of each rank, or a twelfth of all parameters if that is less.
+        """
+        usual_class = type(transport_for(process_group, *args))
+        transport = UNEVEN.get(usual_class, usual_class)(process_group)
         transport.owner_of = owners(self.param_groups, transport.world_size)
         sizes_mib = [param.nbytes / 2**20 for param in transport.owner_of]
         self.bucket_cap_mb = self.bucket_cap_mb or min(transport.world_size * max(sizes_mib), sum(sizes_mib) / 12)
@@ -108,7 +118,7 @@ class ShardedOptimizer(BucketByBucket):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, for any optimizer that steps tensors one by one."""
+    """Stage 4's DistributedOptimizer, for any optimizer that steps tensors one by one."""
 
     _probe, _steps_whole_params = tried_tensor_by_tensor(check_one_by_one, are_views=True), True
 

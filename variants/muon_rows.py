@@ -1,7 +1,7 @@
 """Trains with Muon, for rows of the bench: matrices by torch.optim.Muon, the rest by AdamW, replicated and sharded.
 
 `make bench ARGS="--rows muon"` and `make bench WHAT=network ARGS="--rows muon"` measure them. Muon adds computing to a
-step, Newton–Schulz of each matrix: replicated, every rank does all of it; sharded, a rank does 1/d.
+step, Newton–Schulz of each matrix. Replicated, every rank computes all matrices; sharded, a rank computes 1/d.
 """
 
 import functools
@@ -17,7 +17,7 @@ MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 
 
 def split(model):
-    """Return the matrices that Muon is for, and the rest: embeddings, and what isn't a matrix."""
+    """Return (matrices, rest): Muon is for matrices that are no embeddings."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     matrices = [param for param in model.parameters() if param.dim() == 2 and param not in embeddings]
     rest = set(model.parameters()).difference(matrices)  # the head is an embedding too
@@ -25,10 +25,10 @@ def split(model):
 
 
 def pair_of(matrix_class, rest_class, prefetches=False):
-    """Return build(model, adamw): Muon by `matrix_class`, AdamW by `rest_class`, both distributed optimizers."""
+    """Return a function build(model, adamw) -> Training: `matrix_class` runs Muon, `rest_class` runs AdamW."""
     def build(model, adamw):
         matrices, rest = split(model)
-        # The rest first: the next forward pass reads embeddings first.
+        # The rest comes first, because the next forward pass reads embeddings first.
         pair = Chained(rest_class(rest, torch.optim.AdamW, **adamw), matrix_class(matrices, torch.optim.Muon, **MUON))
         if prefetches:
             for optimizer in pair.optimizers:

@@ -1,6 +1,6 @@
-"""Main parameters, their gradients and the optimizer's state live in the host's memory, and are updated there.
+"""Keeps main parameters, their gradients and the optimizer's state in the host's memory, and updates them there.
 
-Situation: a GPU without room for the 12/d or 16/d bytes per parameter, in a host with plenty of memory.
+Situation: a GPU has no room for the 12/d or 16/d bytes per parameter, and its host has plenty of memory.
 Called elsewhere: offload_optimizer with device "cpu" in DeepSpeed (ZeRO-Offload), optimizer_cpu_offload in Megatron-LM,
 CPUOffloadPolicy in FSDP2, which also moves the parameters. modded-nanogpt has no such option.
 Wire: as in stage 4; between GPU and host, 4Ψ/d bytes of gradients and pΨ/d of parameters. Memory of the GPU: p bytes
@@ -19,7 +19,7 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 class HostParameter(PartitionedParameter):
     def __init__(self, shard):
-        """Put `main_shard` on the host; `gradient.shard` follows it."""
+        """Put `main_shard` on the host. The bucket then puts `gradient.shard` on the same device."""
         self.shard = shard
         self.main_shard = shard.to("cpu", torch.promote_types(shard.dtype, torch.float32), copy=True)
 
@@ -30,10 +30,10 @@ class HostBucket(Bucket):
 
 class HostBuffer(BucketBuffer):
     def finish_grad_sync(self):
-        """Add the parts up where they are, in fp32 and in rank order, and take the sum to the host."""
+        """Add the parts on the device, in fp32 and in rank order, and copy the sum to the host."""
         for work in self.works:
             work.wait()
-        if not self.parts:  # the host's own collective has put it there
+        if not self.parts:  # a collective has put the sum into the shard on the host
             return
         first, *rest = self.parts
         total = first.to(self.bucket.parameter.main_shard.dtype, copy=True)
@@ -47,10 +47,10 @@ class ShardedOptimizer(OverlapOptimizer):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, stepped on the host."""
+    """Stage 4's DistributedOptimizer, which steps on the host."""
 
     def _take_model_changes(self):
-        """Read the device's shards, because no version counter shows changes through `param.data`."""
+        """Compare the device's shards with the main parameters: writing to `param.data` changes no version counter."""
         self.finish_param_sync()
         for bucket in self.buckets:
             update_main_param(bucket.parameter.main_shard, bucket.parameter.shard)

@@ -1,4 +1,4 @@
-"""Each parameter is cut into d parts, with its own reduce-scatter and all-gather: stage 3 without the flat buffer.
+"""Cuts each parameter into d parts, with its own reduce-scatter and all-gather: stage 3 without the flat buffer.
 
 Situation: a rank should receive only 1/d of the gradients, as in stage 3, but without a buffer, and without shards that
 cross parameters.
@@ -18,7 +18,7 @@ from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 class ShardedOptimizer(GradBufferOptimizer):
     @torch.no_grad()
     def shard(self, groups):
-        """Give each parameter a buffer. The core returns a group for each buffer; they become one again."""
+        """Give each parameter a buffer. The core returns a group for each buffer; join these groups to one."""
         own_groups = []
         for group in groups:
             first, *rest = [super(ShardedOptimizer, self).shard([{**group, "params": params}])[0]
@@ -29,4 +29,4 @@ class ShardedOptimizer(GradBufferOptimizer):
 
 
 class DistributedOptimizer(stage3_gradbuffer.DistributedOptimizer, ShardedOptimizer):
-    """Stage 3's, with a buffer for each parameter."""
+    """Stage 3's DistributedOptimizer, with a buffer for each parameter."""

@@ -1,16 +1,16 @@
-"""For bf16 parameters: an fp32 main parameter is the parameter and 16 more bits, and only these 16 bits are kept.
+"""Keeps 16 bits per bf16 parameter in place of an fp32 main parameter, which is the parameter and these 16 bits.
 
-Situation: bf16 parameters, whose main parameters are stage 4's largest state apart from the moments.
+Situation: a model has bf16 parameters, whose main parameters are stage 4's largest state apart from the moments.
 Called elsewhere: store_param_remainders in Megatron-LM, apex's DistributedFusedAdam and TransformerEngine's FusedAdam;
 mantissa in modded-nanogpt, which truncates instead of rounding. DeepSpeed and FSDP2 have no such option.
 Wire: as in stage 4. Memory: 2 + 14/d bytes per parameter instead of 2 + 16/d, and during the step the main parameters
 of one bucket.
-How: the upper 16 bits of an fp32 number are a bf16 number. The remainder, a signed 16-bit number, is what is left over.
+How: the upper 16 bits of an fp32 number are a bf16 number. The remainder is the rest, a signed 16-bit number.
 Main parameters equal stage 4's to the bit. Parameters differ only at ties, about 2^-16 of all: they are rounded up
 (away from zero) instead of to even, which is one unit in the last place.
 Other dtypes, such as fp32 norms in a bf16 model: kept as in stage 4.
-Costs: three passes over the shard. What is written into the model between steps counts to half a unit in the last
-place.
+Costs: three passes over the shard. A value that other code writes into the model between steps counts to half a unit
+in the last place.
 """
 
 import torch
@@ -33,7 +33,7 @@ class SplitParameter(PartitionedParameter):
         """Put the main parameters together if needed: the views that the inner optimizer steps get memory again."""
         if not self.main.untyped_storage().size():
             self.main.untyped_storage().resize_(self.main.nbytes)
-            # Somebody may have written a zero into the model. Less than zero would be a nan, in bits.
+            # Other code may have written a zero into the model. The bits of zero plus a negative remainder are a nan.
             remainder = torch.where(self.shard == 0, self.remainder.clamp(min=0), self.remainder)
             self.main.view(torch.int32).copy_(self.shard.view(torch.int16)).mul_(2**16).add_(remainder)
         return self.main
@@ -56,7 +56,7 @@ class ShardedOptimizer(BucketByBucket):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, of bf16 parameters without fp32 copies."""
+    """Stage 4's DistributedOptimizer, for bf16 parameters without fp32 copies."""
 
     _probe = tried_tensor_by_tensor(check_elementwise)
     _main_to_save = staticmethod(torch.clone)  # because a step gives up the memory of main parameters

@@ -1,21 +1,22 @@
-"""The same bits on 1, 2, 4 and 8 ranks, at the price of stage 4's memory: a rank's partial sums are whole gradients.
+"""Computes the same bits on 1, 2, 4 and 8 ranks, for more memory than stage 4's: partial sums are whole gradients.
 
-(a + b) + c isn't a + (b + c), so a sum over ranks changes with their number. Here a step has a fixed number of
-micro-batches on all ranks together, the *leaves*. Rank r computes the leaves / d that lie beside each other from leaf
-r * leaves / d on, in one backward pass each. A fixed binary tree adds the leaves' gradients: neighbours first, then the
-sums of neighbours, on whichever rank they are. The sum is divided by `leaves`, once.
+(a + b) + c isn't a + (b + c), so a sum over ranks changes with the number of ranks. Here a step has a fixed number of
+micro-batches on all ranks together, the *leaves*. Each rank computes leaves / d neighbouring leaves, rank r from leaf
+r * leaves / d on, in one backward pass per leaf. A fixed binary tree adds the leaves' gradients: neighbours first, then
+the sums of neighbours, on whichever rank these are. The sum is divided by `leaves`, once.
 
-Situation: a run on 8 ranks goes on with 2, and its losses, norms, parameters and moments have to be those that it would
-have had. Or two runs on different numbers of ranks are compared, and a difference must not be rounding.
+Situation: a run on 8 ranks goes on with 2 ranks, and its losses, norms, parameters and moments must be the same as on 8
+ranks. Or two runs on different numbers of ranks are compared, and rounding must not make them differ.
 Called elsewhere: nowhere to the bit. Megatron-LM's --deterministic-mode repeats a run on the same ranks (issue 5785).
 EasyScale promises the same accuracy. DeepSpeed, FSDP2 and modded-nanogpt add in the order of their collectives.
 Wire: 4Ψ · (d-1)/d bytes of gradients in fp32 once per step, and the parameters as in stage 4. A norm takes 4 bytes per
 leaf and bucket.
 Memory: stage 4's 4 + 12/d between steps. During a step with n = leaves / d micro-batches per rank, up to log2(n)
 partial sums of 4Ψ bytes wait, beside the gradients that are being computed: none with one micro-batch.
-Costs: one addition of whole gradients per micro-batch, and gradients leave in the last backward pass of a step.
-It can't promise: another kind of processor, other kernels or another torch, other shapes under torch.compile, another
-number of threads. Whatever is random must depend on the step and the leaf alone: see docs/same_bits.md.
+Costs: one addition of whole gradients per micro-batch, and gradients are sent in the last backward pass of a step.
+Limits: bits may differ on another kind of processor, with other kernels or another torch, with other shapes under
+torch.compile, or with another number of threads. Random numbers must depend on the step and the leaf alone: see
+docs/same_bits.md.
 
     optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, leaves=8, lr=1e-3)
     for leaf in optimizer.own_leaves():          # of this rank
@@ -34,7 +35,7 @@ from stage4_overlap.transport import transport_for
 
 
 def add_in_pairs(parts):
-    """Add neighbours, then their sums, until one is left. Return it: the first of `parts`, which are overwritten."""
+    """Add neighbours, then the sums of neighbours, until one sum is left. Return it. `parts` are overwritten."""
     while len(parts) > 1:
         torch._foreach_add_(parts[::2], parts[1::2])
         parts = parts[::2]
@@ -42,11 +43,12 @@ def add_in_pairs(parts):
 
 
 class TreeBucket(Bucket):
-    """A bucket that adds its leaves up.
+    """A bucket that adds the gradients of this rank's leaves.
 
     Attributes:
-        n_leaves: how many this rank has added since it sent the last sum.
-        partial_sums: sums of whole subtrees, the largest first; of each a list of tensors shaped like the parameters.
+        n_leaves: number of leaves that this rank has added since it sent the last sum.
+        partial_sums: the sums of complete subtrees, the largest subtree first. A sum is a list of tensors, shaped like
+            the parameters.
     """
 
     def __init__(self, params, transport):
@@ -54,7 +56,7 @@ class TreeBucket(Bucket):
         super().__init__(params, transport)
 
     def place(self, alignment):
-        """Pad for as many shards as there are leaves: then parameters and shards of all d begin at the same places."""
+        """Pad the bucket for one shard per leaf. Parameters then begin at the same places for any number of ranks."""
         *self.starts, end = param_starts([tensor.numel() for tensor in self.tensors], alignment)
         self.numel = padded_numel(end, self.transport.n_leaves, alignment)
         self.ranges = self.ranges_in(self.transport.rank, self.transport.world_size)
@@ -66,12 +68,12 @@ class TreeBucket(Bucket):
                                (part + 1) * numel)
 
     def grad_pieces(self, leaves):
-        """Return this rank's averaged gradients in pieces that no d cuts: a list for each of its `leaves`."""
+        """Return a list of averaged gradients for each of this rank's `leaves`, cut as for one rank per leaf."""
         parts = self.gradient.shard.view(len(leaves), -1)
         return [cut_ranges(part, self.ranges_in(leaf, self.transport.n_leaves)) for leaf, part in zip(leaves, parts)]
 
     def add_leaf(self):
-        """Take the gradients out of the parameters, and add them to the subtrees that they complete."""
+        """Take the gradients out of the parameters, and add them to the subtrees that this leaf completes."""
         total = [grad.to(self.gradient.shard.dtype) for grad in self.grads()]
         self.n_leaves += 1
         n_subtrees = self.n_leaves
@@ -84,7 +86,7 @@ class TreeBucket(Bucket):
         self.ready.clear()
 
     def take_sum(self):
-        """Return the sum of this rank's leaves, a list of tensors, and begin another one."""
+        """Return the sum of this rank's leaves, a list of tensors, and begin the next sum."""
         (total,) = self.partial_sums
         self.drop_sums()
         return total
@@ -112,14 +114,14 @@ class TreeBuffer(BucketBuffer):
 
 
 class SumsLeaves:
-    """Gives both classes `leaves`, the number of micro-batches per step on all ranks: a power of two, n * d."""
+    """Adds `leaves` to both classes: the number of micro-batches per step on all ranks, a power of two, n * d."""
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, leaves, **kwargs):
         self.leaves = leaves
         super().__init__(params, optimizer_cls, **kwargs)
 
     def own_leaves(self):
-        """Return the range of leaves that this rank computes, in this order."""
+        """Return the numbers of the leaves that this rank computes, a range, in the order of computing."""
         rank = dist.get_rank(self.process_group)
         n_own = self.leaves // dist.get_world_size(self.process_group)
         return range(rank * n_own, (rank + 1) * n_own)
@@ -153,15 +155,15 @@ class TreeOfLeaves(OverlapOptimizer):
 
 
 class ShardedOptimizer(SumsLeaves, TreeOfLeaves):
-    """Stage 4's core, which adds in a fixed order."""
+    """Stage 4's core, which adds gradients in a fixed order."""
 
 
 class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, TreeOfLeaves):
-    """Stage 4's, which adds in a fixed order.
+    """Stage 4's DistributedOptimizer, which adds gradients in a fixed order.
 
     Raises:
         ValueError: `leaves` is no power of two, or no multiple of the number of ranks; a parameter is a DTensor; or
-            `step` is given a closure, whose loss it would average in another order.
+            `step` gets a closure, whose losses it would average in another order.
         RuntimeError: a rank has run more or fewer backward passes than it has leaves. Raised on every rank by `step`
             and `clip_grad_norm_`, which drop the gradients.
     """
@@ -177,7 +179,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return super()._refuse(named)
 
     def _misfit(self, process_group):
-        """Return an exception if the ranks of a group can't share the leaves; None if they can, or on another rank."""
+        """Return a ValueError if `process_group` has this rank and can't share the leaves, else None."""
         world_size = max(1, dist.get_world_size(process_group))
         is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0
         if not is_power_of_two or self.leaves % world_size:
@@ -194,15 +196,15 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return super().step(grad_scaler=grad_scaler)
 
     def set_requires_gradient_sync(self, requires_gradient_sync):
-        """Do nothing, and so in `no_sync`: micro-batches are sent once per step anyway, and each must be a leaf."""
+        """Do nothing, also for `no_sync`: gradients are sent once per step anyway, and each micro-batch is a leaf."""
 
     @property
     def _n_averaged(self):
-        """Return the number of leaves: `average_over`, a number or the leaves of a group, then divides their sum."""
+        """Return the number of leaves: so many gradients are added, and `average_over` divides the sum of them."""
         return self.leaves
 
     def _before_average(self, arguments):
-        """Agree as stage 4 does, and also on how many backward passes each rank has run."""
+        """Agree as stage 4 does, and also on the number of backward passes that each rank has run."""
         rounds, n_own = self._rounds, len(self.own_leaves())
         n_passes = n_own if rounds.is_synced else rounds.n - rounds.n_dropped + int(rounds.is_open)
         was_new = super()._before_average({**arguments, "backward passes since the last step": n_passes})
@@ -213,7 +215,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return was_new
 
     def _total_norm(self, norm_type):
-        """Return the norm of the norms of each leaf's part of each bucket, in an order that doesn't depend on d."""
+        """Return the norm of norms: of each leaf's part of each bucket, in an order that doesn't depend on d."""
         if not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
         own, nothing = self.own_leaves(), self.buckets[0].gradient.shard.new_zeros(1)

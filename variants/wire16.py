@@ -1,6 +1,6 @@
-"""fp32 parameters whose gradients are sent in bf16 and summed in fp32: 6 bytes per parameter sent instead of 8.
+"""Sends gradients of fp32 parameters in bf16, and sums them in fp32: 6 bytes per parameter sent instead of 8.
 
-Situation: fp32 parameters, and a network link that limits the speed.
+Situation: a model has fp32 parameters, and a network link limits the speed.
 Called elsewhere: reduce_scatter_with_fp32_accumulation in Megatron-LM, which also sums in fp32. bf16_compress_hook of
 DDP, communication_data_type of DeepSpeed and reduce_dtype of FSDP2's MixedPrecisionPolicy sum in bf16. modded-nanogpt
 sends gradients in the dtype of their parameters, most of which have 16 bits.
@@ -32,4 +32,4 @@ class ShardedOptimizer(OverlapOptimizer):
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
-    """Stage 4's, with bf16 gradients on the wire."""
+    """Stage 4's DistributedOptimizer, with bf16 gradients on the wire."""

@@ -11,7 +11,7 @@ from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as cut_like
 from torch.nn.parallel import DistributedDataParallel
 
-from guard.groups import all_params, copy_hyperparameters, hyperparameters
+from guard.groups import all_params, hyperparameters
 from guard.guarded import mean_loss
 from stage4_overlap.dtensor import local
 
@@ -208,6 +208,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
         copy_hyperparameters(self.optimizer.param_groups, self.param_groups)
         self.state = self.optimizer.state
+
+
+def copy_hyperparameters(sources, targets):
+    """Copy the hyperparameters of the groups `sources` into the groups `targets`, of which there are as many."""
+    for source, target in zip(sources, targets):
+        target.update(hyperparameters(source))
 
 
 def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
