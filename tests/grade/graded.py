@@ -273,7 +273,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "Noop": Wrong(Right, {"return [param for": "return [param.clone().detach().requires_grad_() for"}, BY_HAND,
         "nothing has moved, on any rank", by_hand.NOTHING["no gradients"]),
     "NotTheOwner": Wrong(Right, {"group_src=owner": "group_src=(owner + 1) % self.d"}, BY_HAND,
-        "nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
+        "nothing has moved; after the inner step rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
         by_hand.OVERWRITTEN),
     "Nobodys": Wrong(Right, {MINE: f"{MINE[:-1]} and param is not self.params[-1]]"}, BY_HAND,
         "elements 12-15 have moved on no rank", "nobody owns these parameters"),
