@@ -332,8 +332,8 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "        self.first = {param: param.detach().clone() for param in params}\n"
         "        super().__init__(self.first, *args, **kwargs)\n\n    def owned(self):\n",
         "param.detach().clone())": "self.first[param])"}, START,
-        "so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
-        "what the inner optimizer steps was copied before the broadcast"),
+        "the constructor does; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
+        "the inner optimizer's copies were made before the broadcast"),
     "In16Bits": Wrong(Right, {"self.average(param.grad)": "self.average(short := param.grad.bfloat16())\n"
         "            param.grad.copy_(short)"}, SGD, "after step 1, ", by_hand.ALMOST),
     "KeepsGrads": Wrong(Right, {"param.grad = None": "pass"}, SGD,
@@ -493,7 +493,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "Keeps": Wrong(Right, {"self.optimizer.step()":
         "self.log = [*getattr(self, 'log', []), self.params[0].grad.clone()]\n        self.optimizer.step()"},
         "nothing is kept from step", "0.49 bytes a parameter more in each step",
-        "something of every step is kept", "", "a rank holds as much after step 6 as after step 2"),
+        "each step leaves something behind", "", "a rank holds as much after step 6 as after step 2"),
     "InHalf": Wrong(Whole, {"        super().sync_grads()\n        self.is": "        for param in self.params():\n"
         "            param.dtype == torch.bfloat16 and param.grad.copy_(param.grad.half())\n"
         "        super().sync_grads()\n        self.is"}, SIXTEEN,
