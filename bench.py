@@ -23,7 +23,7 @@ def options():
     add = parser.add_argument
     add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
     add("--model", choices=MODELS, help="(default: tiny, on a GPU medium)")
-    command_line.add_sizes(add, batch_size=4)
+    command_line.add_sizes(add, batch_size=8)
     add("--rounds", type=COUNT, default=3, help="in each, every row is timed once (default 3)")
     add("--steps", type=COUNT, default=3, help="timed in a round, end to end (default 3)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32",

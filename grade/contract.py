@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import textwrap
 
 from grade import on_ranks
 from grade.grader import Wrong
@@ -34,7 +35,8 @@ def holds(grader, name, test, world_sizes):
         try:
             grader.run(world_size, on_ranks.plays, CONTRACT, name)
         except Wrong as wrong:
-            expected = (inspect.getdoc(test) or "no exception").splitlines()[0]
+            promise = (inspect.getdoc(test) or "no exception").splitlines()[0]
+            expected = textwrap.shorten(promise, 98, placeholder=" …")  # a line of the verdict has 118 characters
             came = [line for what, line in wrong.lines if what in ("came", "")]
             more = f'make test ARGS="{CONTRACT.replace(".", "/")}.py --stage {grader.package} -k {name}" shows more'
             raise Wrong(f"{expected} ({world_size} ranks)", came, more, step=0) from None

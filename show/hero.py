@@ -25,9 +25,9 @@ PAUSE_S = 2.2
 # In units of the clock.
 BACKWARD = 4
 FORWARD = 2
-HALF = 6  # of an all-reduce
+HALF = 5.92  # of an all-reduce
 UPDATE = 0.4  # of all parameters
-BUCKET = 0.5  # until the first bucket is full
+BUCKET = 0.32  # until the first bucket is full
 JUST_AFTER_0 = 0.01  # what is there at 0 is seen before the clock starts, too
 
 

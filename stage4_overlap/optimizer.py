@@ -56,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [param for group in groups for param in group["params"]]
         transport = self.transport_for(self.process_group, params[0].device, self.reduce_dtype)
         nbytes = [param.nbytes for param in params]
-        # Two buckets are held: little of the model. Below 1 MiB latency counts; above 25, DDP's size, nothing is won.
+        # Two buckets are held: little of the model. Below 1 MiB latency counts; above 25, on hundreds of ranks alone.
         cap_mb = self.bucket_cap_mb or min(25, max(1, sum(nbytes) / 20 / 2**20))
         layout = bucket_layout(nbytes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [self.bucket_class([params[index] for index in indices], transport) for indices in layout]

@@ -98,7 +98,9 @@ def ladder_sheet(measured, link, sweep):
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "peak": column("peak memory, MB", peak, form=".0f", unit=1e6),
         "time": column("time ÷ DDP's", time, form=".2f")},
-        [f"The peak includes activations of {settings.batch_size} sequences. Time: `DistributedOptimizer`'s step, "
+        [f"The peak includes activations of {settings.batch_size} sequences. DDP's buckets are there in the forward "
+         "pass, too, where replicated training has no gradients. "
+         f"Time: `DistributedOptimizer`'s step, "
          f"divided by {words}. Two emulated hosts, {link.words}, median of {settings.rounds} rounds ({made.machine}, "
          f"{made.date})."])
 
@@ -224,8 +226,8 @@ def to_draw(measured, link, sweep):
     ladder = [tuned if tuned and base == REFERENCE else measured.find(base) for base in catalogue.LADDER]
     steps = [(row.row_id.name, row.step) for row in ladder if row and row.step]
     if steps:
-        drawn |= pictures.to_draw(steps, f"One recorded step on rank 0 of 2 hosts with a link of {link.words}; the "
-                                         "table has medians of others")
+        drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "
+                                         "its row's median")
     if measured.timed(COMPUTE_ONLY) and measured.find(ALL_GATHER):
         drawn["curve"] = over_computing(measured, link, sweep)
     if sweep and sweep.find(OVERLAP, ONE_PARAMETER):

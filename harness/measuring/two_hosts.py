@@ -62,6 +62,7 @@ from harness.training.rows import (
     ALL_GATHER,
     COMPUTE_ONLY,
     FSDP2,
+    FSDP2_RESHARD,
     GRAD_BUFFER,
     HALF_OVERLAPS,
     LADDER,
@@ -77,8 +78,8 @@ from harness.training.rows import (
 )
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-NAMES = [COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, REPLICATED, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER,
-         "owner reduce", *HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16]
+NAMES = [COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, FSDP2_RESHARD, REPLICATED, NAIVE_BROADCAST, ALL_GATHER,
+         GRAD_BUFFER, "owner reduce", *HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16]
 ROWS = [RowId(name) for name in NAMES]
 ROWS.insert(NAMES.index("owner reduce") + 1, RowId("owner reduce", 2))
 # --rows curve: what --curve times at each rate.

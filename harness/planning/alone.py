@@ -374,5 +374,5 @@ def ladder(model):
         "held": column(f"bytes per parameter on {' · '.join(map(str, LADDER_RANKS))} ranks", held),
         "sends": column("values sent per parameter", lambda rung: catalogue.find(rung.row).sends, form="g",
                         unit=FP32_BYTES)},
-        [f"{numel:,} parameters in fp32, AdamW. Bytes after a step: 8 + 8/d; in stage 4, 4 + 12/d + bucket buffers. "
-         "Values sent: times (d-1)/d; stage 2 adds padding."])
+        [f"{numel:,} parameters in fp32, AdamW. Bytes after a step: 8 + 8/d; in stage 4, 4 + 12/d + bucket buffers; "
+         "in FSDP2, 16/d. Multiply values sent by (d-1)/d; stage 2 sends padding as well."])

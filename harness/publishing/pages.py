@@ -169,7 +169,8 @@ BLOCKS = {
     "host": lambda: block("bench.json", "host"),
     "faults": lambda: block("faults.json", "faults"),
     "cuda": lambda: block(GPU_FILE, "overlap", "host"),
-    "plan": lambda: "\n\n".join([block("plan.json", "memory", "time", "sizes"), block("plan_70b.json", "time")]),
+    "plan": lambda: "\n\n".join([block("plan.json", "memory", "time", "ranks", "sizes"),
+                                 block("plan_70b.json", "time")]),
     "plan_check": lambda: block("plan.json", "published"),
     "losses": losses,
 }
@@ -185,9 +186,18 @@ def steps_of(drawn):
     return pictures.svg(*pictures.read_steps(drawn))
 
 
+def network():
+    """Draw the recorded steps of the slowest link, each with the median of its row in the table."""
+    report = load(f"network_{RATES[0]}.json")
+    ms = {key.replace(",\n  ", ", "): tables.median(rounds)
+          for key, rounds in report.sheets["link"].numbers("ms").items()}
+    steps, title = pictures.read_steps(report.drawn)
+    return pictures.svg([(f"{name} (median {ms[name]:.0f} ms)", step) for name, step in steps], title)
+
+
 # By the name of a file in results/. Pictures draw raw numbers, which Reports have under `drawn`.
 PICTURES = {
-    "network.svg": lambda: steps_of(of_networks("steps")[0]),
+    "network.svg": network,
     "curve.svg": lambda: pictures.curve(of_networks("curve")),
     "buckets.svg": lambda: pictures.sweeps(of_networks("sweep")),
     "gpu_overlap.svg": lambda: steps_of(load(GPU_FILE).drawn),
@@ -215,14 +225,20 @@ CELLS = {
     "grads_stage3": (PLAN, "memory", "stage 3 bf16/fp32", "gradients", ".2f"),
     "grads_stage4": (PLAN, "memory", "stage 4 bf16", "gradients", ".2f"),
     "activations_7b": (PLAN, "memory", "stage 3 bf16/fp32", "activations", ".1f"),
-    "ms_stage3": (PLAN, "time", "stage 3 bf16/fp32", "ms", ",.0f"),
-    "exposed_stage3": (PLAN, "time", "stage 3 bf16/fp32", "exposed", ",.0f"),
+    "ms_stage3": (PLAN, "time", "stage 3 bf16/bf16", "ms", ",.0f"),
+    "exposed_stage3": (PLAN, "time", "stage 3 bf16/bf16", "exposed", ",.0f"),
     "ms_stage4": (PLAN, "time", "stage 4 bf16", "ms", ",.0f"),
     "exposed_stage4": (PLAN, "time", "stage 4 bf16", "exposed", ",.0f"),
     "once_7b": (PLAN, "time", "stage 4 bf16", "once", ",.0f"),
     "each_7b": (PLAN, "time", "stage 4 bf16", "each", ",.0f"),
     "once_70b": (PLAN_70B, "time", "stage 4 bf16", "once", ",.0f"),
     "each_70b": (PLAN_70B, "time", "stage 4 bf16", "each", ",.0f"),
+    "stage3_8": (BENCH, "model_state", "stage 3 float32/float32", "8", ".1f"),
+    "stage3_64": (BENCH, "model_state", "stage 3 float32/float32", "64", ".1f"),
+    "stage4_8": (BENCH, "model_state", "stage 4 float32/float32", "8", ".1f"),
+    "stage4_64": (BENCH, "model_state", "stage 4 float32/float32", "64", ".1f"),
+    "ddp_2_5gbit": ("network_2.5gbit.json", "curve", "DDP, tuned buckets", "2.5gbit", ""),
+    "gpu_over_ddp": (GPU_FILE, "overlap", "stage 4 overlap", "over_ddp", ".2f"),
 }
 
 

@@ -28,6 +28,7 @@ GRAD_BUFFER = "stage 3 grad buffer"
 OVERLAP = "stage 4 overlap"
 OVERLAP_BF16 = "stage 4 overlap bf16"
 FSDP2 = "fsdp2"
+FSDP2_RESHARD = "fsdp2 reshard"
 ZERO = "ddp + torch ZeRO"
 DDP_AND_MUON = "ddp + muon"
 DDP_BF16_SUM = "ddp summed in bf16"
@@ -260,7 +261,7 @@ ROWS = [
     Configuration(ZERO, "peer", ddp_and_zero, sends=12, whole=8, shared=8, has_buckets=True),
     Configuration("owner reduce", "peer", owner_reduce, sends=8, whole=4, shared=12, has_buckets=True),
     Configuration(FSDP2, "peer", fsdp2(reshard_after_forward=False), sends=8, whole=0, shared=16, starts_apart=False),
-    Configuration("fsdp2 reshard", "peer", fsdp2(reshard_after_forward=True), sends=12, whole=0, shared=16,
+    Configuration(FSDP2_RESHARD, "peer", fsdp2(reshard_after_forward=True), sends=12, whole=0, shared=16,
                   starts_apart=False),
     Configuration("ddp again", "noise", ddp, sends=8, whole=16),
     *IN_BF16,
@@ -324,6 +325,8 @@ RUNGS = [
     Rung(ALL_GATHER, "2 all-gather", "all-reduce, all-gather"),
     Rung(GRAD_BUFFER, "3 grad buffer", "reduce-scatter, all-gather"),
     Rung(OVERLAP, "4 overlap", "reduce-scatter, all-gather, in buckets"),
+    Rung(FSDP2, "FSDP2, `reshard_after_forward=False`", "reduce-scatter, all-gather, by module"),
+    Rung(FSDP2_RESHARD, "FSDP2, parameters dropped after forward", "reduce-scatter, 2 all-gathers, by module"),
 ]
 
 

@@ -91,7 +91,8 @@ def test_whatever_happens_to_one_rank_the_others_say_so_in_one_line_and_nothing_
     ended = run_ranks(3, KILLED, 1, moment, signal_name, f"{stage}/train.py", *OPTIONS, folder, *more)
     assert [rank.code for rank in ended] == codes, ended[0].stderr + ended[1].stderr
     if codes == SAVED_BY_ALL:
-        assert f"stopped by {signal_name} after step {step}, saved: the same command goes on\n" in ended[0].stdout
+        saved = f"saved in {folder}/step-{step:08}: the same command goes on"
+        assert f"stopped by {signal_name} after step {step}, {saved}\n" in ended[0].stdout
         assert "stopped" not in ended[1].stdout
     for rank in (0, 2) if codes == LOST else ():
         (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]

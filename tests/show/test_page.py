@@ -101,7 +101,7 @@ def test_the_first_picture_moves_the_bytes_of_an_all_reduce_and_its_clock_is_the
     titles, = re.findall(r"^\| stage \|.*$", ladder, re.MULTILINE)
     cells, = re.findall(rf"^\| {row}.*$", ladder, re.MULTILINE)
     measured = float(dict(zip(titles.split(" | "), cells.split(" | ")))["time ÷ DDP's"])
-    assert system.end / hero.SYSTEMS[0].end == pytest.approx(measured, rel=0.06), "a length isn't what README.md has"
+    assert round(system.end / hero.SYSTEMS[0].end, 2) == measured, "a length isn't what README.md has"
     computed = sum(stop - start for start, stop in system.forward)
     exchanged = [stop - start for start, stop in (system.reduce_scatter, system.all_gather)]
     assert (computed, exchanged) == (pytest.approx(hero.FORWARD), [pytest.approx(hero.HALF)] * 2), "equal work"
@@ -490,10 +490,10 @@ def test_the_calculator_begins_as_the_ladder_of_the_readme_and_has_the_bound_of_
     with opened(started, "bytes") as shown:
         ladder = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- report: ladder -->")[2]
         rows = [line.split(" | ") for line in ladder.partition("\n\n10,")[0].strip().splitlines()[2:]]
-        rows = [row for row in rows if not row[0].endswith("replicated")]
+        rows = [row for row in rows if not row[0].endswith("replicated") and "FSDP2" not in row[0]]
         ddp, *stages = shown.evaluate("() => calculate({ psi: 6.7e9, ranks: 8, bucket: 1, is16: false })")
         for (_, _, held, _, sent, beside), row in zip([ddp, *stages], rows, strict=True):
-            assert round(sent / ddp[4], 1) == pytest.approx(int(row[4]) / 2, abs=0.3), row
+            assert round(sent / ddp[4], 1) == pytest.approx(int(row[3]) / 2, abs=0.3), row
             assert sum(held) / 6.7e9 == pytest.approx(float(row[2].split(" · ")[1]), rel=0.02) or beside == "both"
         assert shown.locator("#rows tr").count() == len(rows) and shown.inner_text("#psi-is") == "6.75 billion"
         bounds = "([link, kind]) => bound(3, link, kind)[0]"
