@@ -157,6 +157,10 @@ class Content(NamedTuple):
     shift: int
 
 
+def near(a, b):
+    return (a - b).abs() <= 1e-4
+
+
 class Movement:
     """Holds the elements of all ranks before and after the steps: tensors (d, numel), a row per rank, or (numel,).
 
@@ -173,18 +177,15 @@ class Movement:
         self.mean_grad = torch.stack([case.grad(rank) for rank in range(self.d)]).mean(dim=0)
         self.came = torch.stack([seen.snapshots[-1] for seen in ranks])
         self.due = self.start - case.lr * self.mean_grad  # the right elements after one step
-        self.is_right = self.near(self.came, self.due)
-        self.stays = self.near(self.came, self.start)
+        self.is_right = near(self.came, self.due)
+        self.stays = near(self.came, self.start)
         self.is_wrong = ~self.is_right & ~self.stays
         self.moved = (self.start - self.came) / case.lr  # a sum of gradients
-
-    def near(self, a, b):
-        return (a - b).abs() <= 1e-4
 
     def fault(self):
         """Return (what came, the likely cause), or () if every element is right."""
         ends = (self.start - factor * self.case.lr * self.mean_grad for factor in self.case.factors())
-        if any(self.near(self.came, end).all() for end in ends):
+        if any(near(self.came, end).all() for end in ends):
             return ()
         if self.stays.all():
             return self.nothing_moved()
@@ -196,7 +197,7 @@ class Movement:
     def nothing_moved(self):
         listed = []
         for rank, seen in enumerate(self.ranks):
-            moves_within = seen.inner and ~self.near(seen.inner.model, self.start)
+            moves_within = seen.inner and ~near(seen.inner.model, self.start)
             if seen.inner and moves_within.any():
                 listed.append(f"rank {rank} elements {spans(moves_within)}")
         if listed:
@@ -268,7 +269,7 @@ class Movement:
 
     def added_to_parameters(self):
         mistaken_move = self.case.lr * (self.due + self.mean_grad)  # in step 2, from `due`
-        if self.case.zeroes or not self.near(self.came[0], self.due - mistaken_move).all():
+        if self.case.zeroes or not near(self.came[0], self.due - mistaken_move).all():
             return ()
         return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
 
@@ -279,12 +280,12 @@ class Movement:
         rank = self.is_wrong.nonzero()[0, 0].item()
         values = self.came[rank]
         mask = self.is_wrong[rank]
-        where = "" if self.near(self.came, values).all() else f" on rank {rank}"
+        where = "" if near(self.came, values).all() else f" on rank {rank}"
         if not values.isfinite().all():
             return (f"in elements {spans(~values.isfinite())}: {values[~values.isfinite()][0]:g}",
                     "memory that nobody has written, 0 / 0, or a gradient too large for 16 bits of fp16 (65,504)")
         for name, gradient in (("mean", self.mean_grad), ("summed", self.mean_grad * self.d)):
-            if self.near(values, gradient)[mask].all() and mask.sum() > 1:
+            if near(values, gradient)[mask].all() and mask.sum() > 1:
                 return (f"in elements {spans(mask)}: the {name} gradient{where}",
                         "a gradient was taken for a parameter: copy what was stepped")
         contents = {index: self.content(index, values[index]) for index in mask.nonzero().flatten().tolist()}
@@ -300,7 +301,7 @@ class Movement:
         if abs(value) < 1e-9:
             return Content(PADDING, 0)
         for text, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
-            same = self.near(values, value).nonzero()
+            same = near(values, value).nonzero()
             if len(same):
                 return Content(text, shift=same[0].item() - index)
         return None
@@ -321,10 +322,10 @@ class Movement:
     def comes_late(self):
         """Return the reason why elements that have not moved will move later; "" if they never do."""
         settled = self.again(replace(self.case, settles=True))
-        if settled and all(self.near(seen.snapshots[-1], self.due).all() for seen in settled):
+        if settled and all(near(seen.snapshots[-1], self.due).all() for seen in settled):
             return LATE
         one_more = self.again(replace(self.case, steps=self.case.steps + 1))
-        if one_more and all(self.near(seen.snapshots[-1], self.due)[stays].all()
+        if one_more and all(near(seen.snapshots[-1], self.due)[stays].all()
                             for seen, stays in zip(one_more, self.stays)):
             return ONE_STEP_OLD
         return ""
@@ -332,7 +333,7 @@ class Movement:
     def has_stepped(self, seen, mask):
         """Return whether a rank's inner optimizer has stepped all of the elements in `mask`."""
         stepped = seen.inner.own if seen.inner else torch.zeros(0)
-        return self.near(self.due[mask, None], stepped).any(dim=1).all()  # is each due value among the stepped ones?
+        return near(self.due[mask, None], stepped).any(dim=1).all()  # is each due value among the stepped ones?
 
 
 def runs(contents):
