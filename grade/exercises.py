@@ -91,8 +91,8 @@ def parsed(section):
     before = "".join(line[1:] for line in lines if line[0] in " -")
     after = "".join(line[1:] for line in lines if line[0] in " +")
     file = path if path.startswith("guard/") else Path(path).name
-    return Drill(title, *texts, stage=stage or Path(path).parent.name, is_guarded=bool(stage), file=file,
-                 before=before, after=after)
+    is_guarded = bool(stage)
+    return Drill(title, *texts, stage or Path(path).parent.name, is_guarded, file, before, after)
 
 
 def files_of_drill(number):

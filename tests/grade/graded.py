@@ -416,7 +416,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "it has waited for 8 of 8 messages", "a module waits for its own parameters alone"),
     # What is read first arrives last.
     "ComesBackwards": Wrong(STAGE_4, {"in reversed(self.buckets)": "in self.buckets"}, FIRST,
-        "it has waited for 2 of 8 messages", "what the forward pass reads first must"),
+        "it has waited for 2 of 8 messages", "send first the parameters that the"),
     # As many bytes as a sum where there are two ranks.
     "GathersGrads": Wrong(Right, {AVERAGED: "grads = [torch.empty_like(grad) for _ in range(self.d)]\n"
         "        dist.all_gather(grads, grad, group=self.group)\n" "        grad.copy_(sum(grads) / self.d)"}, BYTES,
