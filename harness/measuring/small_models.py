@@ -1,18 +1,20 @@
 """Times steps of small models, with a clip, on ranks of this machine: DDP, stages 3 and 4. Which size is too small?
 
-    python -m harness.measuring.small_models [--params 1000,10000] [--rounds 5]         # or: make bench WHAT=small
+    python -m harness.measuring.small_models [--params 1000,10000] [--json PATH]         # or: make bench WHAT=small
 
 A model is four square layers, and a step is that of a training loop with AdamW. A round times every method in turn.
 """
 
+import functools
 import importlib
 import math
-import statistics
+from pathlib import Path
 
 from harness import STAGE_3, STAGE_4
 from harness.ranks import command_line
 
 SIZES = [1_000, 10_000, 100_000, 1_000_000, 3_000_000, 10_000_000]
+fail = functools.partial(command_line.fail, "small")
 
 
 def numels(text):
@@ -26,6 +28,7 @@ def options():
     parser.add_argument("--ranks", type=command_line.COUNT, default=2, help="processes on this machine (default 2)")
     parser.add_argument("--rounds", type=command_line.COUNT, default=5, help="(default 5)")
     parser.add_argument("--steps", type=command_line.COUNT, default=40, help="timed in a round (default 40)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there as well")
     return parser.parse_args()
 
 
@@ -37,7 +40,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.measuring.examine import time_warm_steps
-from harness.publishing.tables import column, made_here, made_line, name_column, sheet_of, sheet_text
+from harness.publishing.tables import Report, column, made_here, name_column, save_and_show, sheet_of
 from harness.ranks.workers import Workers
 
 N_LAYERS = 4
@@ -92,12 +95,12 @@ def main():
 
     def over_ddp(method):
         return lambda numel: [ms / ddp_ms for ms, ddp_ms in zip(times[numel][method], times[numel][DDP])]
-    print(sheet_text(sheet_of("A step with a clip", args.params, {
-        "params": name_column("{:,}".format, "parameters"),
-        DDP: column("DDP, ms", lambda numel: statistics.median(times[numel][DDP]), "measured", ".2f"),
-        **{method: column(f"{method} ÷ DDP", over_ddp(method), "measured", ".2f", shows="both") for method in METHODS},
-    }, [made_line(made_here(), f"{args.ranks} ranks, {N_LAYERS} layers, batch {BATCH_SIZE}, "
-                  f"{args.rounds} rounds of {args.steps} steps")])))
+    sheet = sheet_of("A step with a clip", args.params, {
+        "model": name_column("{:,}".format, "parameters"),
+        DDP: column("DDP, ms", lambda numel: times[numel][DDP], "measured", ".2f"),
+        **{method: column(f"{method} ÷ DDP", over_ddp(method), "measured", ".2f", shows="both") for method in METHODS}})
+    how = f"{args.ranks} ranks, {N_LAYERS} layers, batch {BATCH_SIZE}, {args.rounds} rounds of {args.steps} steps"
+    save_and_show(args.json, Report(made_here(), {"small": sheet}, how), fail)
 
 
 if __name__ == "__main__":
