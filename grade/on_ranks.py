@@ -146,7 +146,7 @@ def watched(rank, package, limits, function, *args):
         name, cls = next(((name, getattr(module, name)) for name in CLASSES for module in modules
                           if hasattr(module, name)), ("", None))
         with ReportedLedger() as ledger:
-            result = function(SimpleNamespace(place=rank, rank=rank.rank, package=package, name=name, cls=cls,
+            result = function(SimpleNamespace(place=rank, rank=rank.number, package=package, name=name, cls=cls,
                                               entries=ledger.entries), *args)
         event(("ended", "", ""))
         return result

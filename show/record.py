@@ -107,9 +107,9 @@ def edited(program):
 
 def run_traced(rank, program, package, weights, grads):
     """Train on one rank, and return its Trace."""
-    order = dict(program.orders).get(rank.rank, range(len(program.params)))
+    order = dict(program.orders).get(rank.number, range(len(program.params)))
     model = loop.Model([part.clone() for part in weights.split(program.params)], order)
-    batches = [list(step_grads[rank.rank].split(program.params)) for step_grads in grads]
+    batches = [list(step_grads[rank.number].split(program.params)) for step_grads in grads]
     cls = core_class(package)
     files = core_files(package)
     torch_class, options = OPTIMIZERS[program.optimizer]
@@ -186,7 +186,7 @@ def record_rank(rank, program):
     for event in events:
         event.starts = [with_contents(operation, event.cells, trace.storages) for operation in event.starts]
         for uid in event.cells.keys() - storages.keys():
-            storages[uid] = described(trace.storages[uid], rank.rank, len(event.cells[uid]), program.ranks)
+            storages[uid] = described(trace.storages[uid], rank.number, len(event.cells[uid]), program.ranks)
     owned = set()
     for param in trace.updated_params():
         first = param.storage_offset()

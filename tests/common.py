@@ -168,7 +168,7 @@ def meet_anew(rank):
     gc.collect()
     gc.freeze()  # the next collection is quick
     store = dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store)
-    join(rank.rank, rank.world_size, rank.rank, rank.world_size, 300, store)  # as if all ranks were on one host
+    join(rank.number, rank.world_size, rank.number, rank.world_size, 300, store)  # as if all ranks were on one host
 
 
 def no_sync_if(optimizer, condition):

@@ -123,7 +123,7 @@ def sums_commute(rank):
 def backward(model, rank, *steps, loss_of=loss_of):
     """Add up the gradients of this rank's batches; return the loss of the last one."""
     for step in steps:
-        loss = loss_of(model, *batch(step, rank.rank, device=rank.device))
+        loss = loss_of(model, *batch(step, rank.number, device=rank.device))
         loss.backward()
     return loss
 
@@ -147,7 +147,7 @@ class Pair:
                  rounds=None, prefetch=False, of=optimizer_of, **kwargs):
         self.rank = rank
         kwargs = kwargs or ADAMW
-        self.model = net(*seeds or [rank.rank]).to(rank.device)  # the constructor below broadcasts rank 0's
+        self.model = net(*seeds or [rank.number]).to(rank.device)  # the constructor below broadcasts rank 0's
         self.replicated = Replicated(rank, optimizer_cls, groups, net, **rounds or {}, **kwargs)
         self.optimizer = of(stage)(groups(self.model), optimizer_cls, **own or {}, **kwargs)
         if prefetch:

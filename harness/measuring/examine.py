@@ -50,7 +50,7 @@ def adamw(settings):
 
 def make_model(settings, rank, dtype, starts_apart=False):
     """Make a model with the same weights on every rank, or with other weights on each (`starts_apart`)."""
-    torch.manual_seed(settings.seed + rank.rank if starts_apart else settings.seed)
+    torch.manual_seed(settings.seed + rank.number if starts_apart else settings.seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
 
 
@@ -58,7 +58,7 @@ def make_model(settings, rank, dtype, starts_apart=False):
 def make_batches(settings, rank):
     """Make as many batches as any measurement takes, in advance, so that no timed step makes one."""
     train, _ = corpus.split(corpus.load_bytes(settings.data))
-    batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
+    batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
 

@@ -93,7 +93,7 @@ def params_by_step(rank, method, n_steps):
     text, _ = corpus.split(corpus.load_bytes())
     n_own = LEAVES // rank.world_size
     own = [corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
-           for leaf in range(rank.rank * n_own, (rank.rank + 1) * n_own)]
+           for leaf in range(rank.number * n_own, (rank.number + 1) * n_own)]
     steps = []
     for step in range(n_steps):
         for leaf in own:

@@ -71,9 +71,9 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
     optimizer = sgd_of(stage, [weight])
     weight.requires_grad_(True)
     optimizer.zero_grad()
-    (weight.sum() * (1 + rank.rank)).backward()
+    (weight.sum() * (1 + rank.number)).backward()
     optimizer.clip_grad_norm_(1e6)
-    later = weight.sum() * (10 + 10 * rank.rank)
+    later = weight.sum() * (10 + 10 * rank.number)
     if stage == STAGE_3:
         refusal = error_of(lambda: later.backward(retain_graph=True))
         assert "call step() or the optimizer's zero_grad() before backward()" in refusal
@@ -144,7 +144,7 @@ def test_gradients_assigned_by_hand_in_any_layout(rank, stage, form, before_ther
             if form == "in bfloat16":
                 param.grad = None
                 param.grad_dtype = None
-            param.grad = grads[rank.rank]
+            param.grad = grads[rank.number]
             expected.grad = sum(grad.to_dense().to(expected) / rank.world_size for grad in grads if grad is not None)
         optimizer = optimizer or build()
         optimizer.step()
@@ -164,22 +164,22 @@ def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, afte
     if after == "averaging and zero_grad":
         optimizer.zero_grad()
         a.grad = torch.ones_like(a)
-    if after != "backward" or rank.rank == 1:
-        b.grad = torch.full_like(b, 2.0 if after == "averaging" else 1.0 + 2 * rank.rank)
+    if after != "backward" or rank.number == 1:
+        b.grad = torch.full_like(b, 2.0 if after == "averaging" else 1.0 + 2 * rank.number)
     if stage == STAGE_4 and after == "backward" or stage in (STAGE_3, STAGE_4) and after == "averaging":
         assert "gradient of parameter b was assigned after" in error_of(optimizer.step)
         assert a.eq(0).all() and b.eq(0).all()
         optimizer.zero_grad()
         with optimizer.no_sync():
             (a.sum() + b.sum()).backward()
-        b.grad = torch.full_like(b, 1.0 + 2 * rank.rank)
+        b.grad = torch.full_like(b, 1.0 + 2 * rank.number)
     optimizer.step()
     assert a.tolist() + b.tolist() == [-1.0] * 5 + [-2.0] * 5
 
 
 BAD_GROUPS = {  # what is added -> words of the error
     "in more than one parameter group": lambda rank, weight: weight,
-    "0 of group 1 .*rank 1": lambda rank, weight: weight.new_ones(2 + (rank.rank == 1)).requires_grad_(),
+    "0 of group 1 .*rank 1": lambda rank, weight: weight.new_ones(2 + (rank.number == 1)).requires_grad_(),
     "only optimize Tensors": lambda rank, weight: "weight",
 }
 
