@@ -1,8 +1,9 @@
-"""Decodes a step by hand: elements start at 0, 1, 2, …, so that each tells what it holds, and so the mistake."""
+"""Names the mistake in a step: elements start at 0, 1, 2, …, so that a wrong value shows where it came from."""
 
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,43 +14,47 @@ from grade.runs import LR, Run, counted
 SUMMED = "the gradients are summed and not averaged: divide by the number of ranks"
 TWICE_AVERAGED = "the gradients are divided by the number of ranks twice"
 NOT_AVERAGED = "each rank steps with its own gradients: not averaged over the ranks, or the average went into a copy"
-NOT_RECEIVED = "what was received did not reach the parameters: torch.cat copies, and so may flatten() and reshape()"
+NOT_RECEIVED = "received values did not reach the parameters: torch.cat copies, and flatten() and reshape() may copy"
 DEFAULTS = "lr and weight_decay of the constructor do not reach the inner optimizer"
 ALMOST = "almost right, to two or three digits: something is sent, added up or kept in 16 bits"
-LATE = "the values arrive after step() has returned: step() must wait for whoever copies them, a thread perhaps"
-ONE_STEP_OLD = "the values arrive one step late: what is sent or copied back was taken before the inner step"
-ORDER = "gradients come in another order on rank 1: what leaves must leave in one order, the same on every rank"
-USED_UP = "the second step added its gradients to parameters: step() must leave a buffer that held them zeroed"
-TOO_EARLY = "nothing is sent after the inner optimizer has stepped: what it steps must travel after that, not before"
-STALE = "what a rank has stepped reaches the others and not its own model: its own part is to be copied, too"
-AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it everywhere, or nowhere"
-OVERWRITTEN = "what was stepped was overwritten by a rank that does not own it: who broadcasts must be who has stepped"
-NOTHING = {  # what inner optimizers were fed, on some rank at least -> why nothing has moved
-    "nothing": "no torch optimizer has stepped a parameter: step() steps the inner optimizer, which owns parameters",
-    "no gradients": "the inner optimizer's parameters have no gradients: they are copies that nobody gave one",
-    "zeros": "the inner optimizer's gradients are all 0: main gradients must be filled with what was reduced",
+LATE = "the values arrive after step() has returned: step() must wait for the thread or work that copies them"
+ONE_STEP_OLD = "the values arrive one step late: they were copied or sent before the inner optimizer's step"
+ORDER = "gradients are computed in another order on rank 1: send them in an order that all ranks share"
+USED_UP = "step 2 added its gradients to parameters that were left in a buffer: step() must leave the buffer zeroed"
+TOO_EARLY = "no collective begins after the inner optimizer's step: send parameters after that step, not before it"
+STALE = "updated parameters reach the other ranks and not their owner's model: copy them into that model, too"
+AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it on every rank, or on none"
+OVERWRITTEN = "updated parameters were overwritten by a rank that does not own them: their owner must broadcast them"
+NOTHING = {  # the gradients of an inner optimizer, on some rank at least -> why no element has moved
+    "nothing": "no torch optimizer has stepped a parameter: step() must step an inner optimizer that has some",
+    "no gradients": "the inner optimizer's parameters have no gradients: give gradients to these copies",
+    "zeros": "the inner optimizer's gradients are all 0: copy the reduced gradients into them",
     "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model"}
-NOT_AWAITED = "a collective with async_op=True returns a work: wait() for it before what it brings is read"
+NOT_AWAITED = "a collective with async_op=True returns a work: wait() for it before its result is read"
 NOT_FINISHED = "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
+TORCH_LR = 1e-3  # the default of torch's optimizers
 PADDING = "0, as padding is"
-PADDED = "padding was taken for parameters: shard r begins at r · the longest length, and is cut at its own"
-MISPLACED = "who packs and who cuts disagree on order or length, or a rank calls its collectives in another order"
+PADDED = "padding was taken for parameters: shard r begins at r · the longest length, and ends after its own length"
+MISPLACED = "packing and cutting disagree on order or length, or a rank calls its collectives in another order"
 
 
-BASE = 7  # of gradients: rank r's is 7^r
-DIVISORS = 1, 2, 3, 4, 6, 9  # the numbers of ranks, their squares and products: what a sum may be divided by
+BASE = 7  # rank r's gradient is 7^r
+DIVISORS = 1, 2, 3, 4, 6, 9  # of a sum of gradients: the numbers of ranks, their squares and products
 
 
 @functools.cache
 def combinations(d):
-    """Return {(ranks, divisor): the sum of these ranks' gradients / divisor}. No two are equal: in powers of 2, 3 and 5
-    some are. What isn't among them stays ambiguous: (1 + 7) / 8 is rank 0's gradient."""
-    return {(ranks, divisor): sum(BASE**rank for rank in ranks) / divisor
-            for n in range(1, d + 1) for ranks in itertools.combinations(range(d), n) for divisor in DIVISORS}
+    """Return {(ranks, divisor): the sum of these ranks' gradients / divisor}.
+
+    No two sums are equal; with a BASE of 2, 3 or 5 some would be. A divisor that isn't among DIVISORS would be mistaken
+    for another combination: (1 + 7) / 8 is rank 0's gradient.
+    """
+    subsets = [ranks for n in range(1, d + 1) for ranks in itertools.combinations(range(d), n)]
+    return {(ranks, divisor): sum(BASE**rank for rank in ranks) / divisor for ranks in subsets for divisor in DIVISORS}
 
 
 def combination_of(gradient, d):
-    """Return (ranks, divisor) that make this gradient, or None."""
+    """Return the (ranks, divisor) whose combination is this gradient, or None."""
     return next((found for found, value in combinations(d).items() if abs(gradient - value) < 1e-3 * value), None)
 
 
@@ -62,7 +67,7 @@ def in_words(combination):
 
 
 def cause_of(combination, d):
-    """Return why ranks step with this combination of gradients where the mean of d is due."""
+    """Return the mistake by which ranks step with this combination of gradients, and not with the mean of d."""
     ranks, divisor = combination
     missing = [str(rank) for rank in range(d) if rank not in ranks]
     if missing and divisor == 1 and len(ranks) == 1:
@@ -78,22 +83,22 @@ def cause_of(combination, d):
 
 @dataclass(frozen=True)
 class ByHand(Run):
-    """Starts at 0, 1, 2, …; rank r's gradient of parameter k is 7^r · scales[k]."""
+    """Describes a run from 0, 1, 2, … on; rank r's gradient of parameter k is 7^r · scales[k]."""
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)
     scales: tuple = (1, 1, 1, 1)
     lr: float = LR
-    reverses: bool = False  # on rank 1 gradients come in the other order
-    start_is_rank: bool = False  # elements are r everywhere on rank r
-    nan_rank: int | None = None  # whose gradients are nan
+    reverses: bool = False  # rank 1 computes its gradients in the other order
+    start_is_rank: bool = False  # all elements are r on rank r
+    nan_rank: int | None = None  # the rank whose gradients are nan
 
     def start(self):
         return torch.arange(float(sum(self.numels)))
 
     def grad(self, rank):
-        return torch.cat([torch.full((n,), float(BASE**rank * s)) for n, s in zip(self.numels, self.scales)])
+        return torch.cat([torch.full((n,), float(BASE**rank * scale)) for n, scale in zip(self.numels, self.scales)])
 
-    def model(self, seed):
+    def model(self, seed):  # the seed is the rank
         values = torch.full_like(self.start(), seed) if self.start_is_rank else self.start()
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
@@ -108,8 +113,10 @@ class ByHand(Run):
         return sum((param * scale).sum() for param, scale in terms) * factor
 
     def factors(self):
-        """Return by how many mean gradients an element may have moved: without zero_grad() those of step 1 add up, as
-        in torch, or are used up."""
+        """Return by how many mean gradients an element may have moved.
+
+        Without zero_grad() step 2 adds its gradient to step 1's, as in torch (1 + 2), or step 1 uses it up (1 + 1).
+        """
         return [self.steps] if self.zeroes else [2, 3]
 
     def expected(self, d):
@@ -125,9 +132,10 @@ class ByHand(Run):
 
 
 def check_movement(case, ranks, finishes, again):
-    """Raise Wrong unless every element is where `case` takes it, and nothing is in flight.
+    """Raise Wrong unless every element is where `case` takes it, and no collective is in flight.
 
-    ranks: Seen of each. again: a function that returns them for another ByHand.
+    ranks: the Seen of each rank. finishes: whether the optimizer has finish_param_sync(). again: a function that runs
+    another ByHand and returns its `ranks`, or None.
     """
     fault = Movement(case, ranks, again).fault()
     expected = case.expected(len(ranks)) if fault else "every collective has arrived when a step ends"
@@ -136,15 +144,27 @@ def check_movement(case, ranks, finishes, again):
             late = f"rank {rank} has not waited for {counted(seen.never_awaited)} when its step ends"
             if place := seen.never_awaited[0].place:
                 late += f" ({place})"
-            raise Wrong(expected, [*fault[:1], shorten(late)], NOT_FINISHED if finishes else NOT_AWAITED)
+            came = [fault[0], shorten(late)] if fault else shorten(late)
+            raise Wrong(expected, came, NOT_FINISHED if finishes else NOT_AWAITED)
     if fault:
-        raise Wrong(expected, *fault)
+        came, cause = fault
+        raise Wrong(expected, came, cause)
+
+
+class Content(NamedTuple):
+    """Says what an element holds. {} in `text` stands for another element, whose index is greater by `shift`."""
+    text: str
+    shift: int
+
+
+def near(a, b):
+    return (a - b).abs() <= 1e-4
 
 
 class Movement:
-    """Holds where the elements of all ranks began and are: tensors (d, numel), a row of each rank, or (numel,).
+    """Holds the elements of all ranks before and after the steps: tensors (d, numel), a row per rank, or (numel,).
 
-    A method that explains them returns (what came, the likely cause), or () where it is something else.
+    A method that explains elements returns (what came, the likely cause), or () if it has no explanation.
     """
 
     def __init__(self, case, ranks, again):
@@ -153,26 +173,23 @@ class Movement:
         self.again = again
         self.d = len(ranks)
         self.start = case.start()
-        self.scales = case.grad(0)  # of each element: rank 0's gradient is 1 · scale
+        self.element_scales = case.grad(0)  # because rank 0's gradient of an element is 1 · scale
         self.mean_grad = torch.stack([case.grad(rank) for rank in range(self.d)]).mean(dim=0)
         self.came = torch.stack([seen.snapshots[-1] for seen in ranks])
-        self.due = self.start - case.lr * self.mean_grad  # after one step
-        self.is_right = self.near(self.came, self.due)
-        self.stays = self.near(self.came, self.start)
+        self.due = self.start - case.lr * self.mean_grad  # the right elements after one step
+        self.is_right = near(self.came, self.due)
+        self.stays = near(self.came, self.start)
         self.is_wrong = ~self.is_right & ~self.stays
-        self.moved = (self.start - self.came) / case.lr  # in units of the gradient
-
-    def near(self, a, b):
-        return (a - b).abs() <= 1e-4
+        self.moved = (self.start - self.came) / case.lr  # a sum of gradients
 
     def fault(self):
-        """Return (what came, the likely cause); () where nothing is wrong."""
-        steps = (self.start - factor * self.case.lr * self.mean_grad for factor in self.case.factors())
-        if any(self.near(self.came, due).all() for due in steps):
+        """Return (what came, the likely cause), or () if every element is right."""
+        ends = (self.start - factor * self.case.lr * self.mean_grad for factor in self.case.factors())
+        if any(near(self.came, end).all() for end in ends):
             return ()
         if self.stays.all():
             return self.nothing_moved()
-        if self.case.reverses:  # with gradients in one order it was right
+        if self.case.reverses:  # an earlier check, in which all ranks have one order, has passed
             return self.moved_by_rank(), ORDER
         return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
                 or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
@@ -180,20 +197,21 @@ class Movement:
     def nothing_moved(self):
         listed = []
         for rank, seen in enumerate(self.ranks):
-            if seen.inner and not (stays := self.near(seen.inner.model, self.start)).all():
-                listed.append(f"rank {rank} elements {spans(~stays)}")
-        if listed:  # moved by the inner optimizer
-            return (shorten(f"nothing has moved in the end; in between {', '.join(listed)} had"),
+            moves_within = seen.inner and ~near(seen.inner.model, self.start)
+            if seen.inner and moves_within.any():
+                listed.append(f"rank {rank} elements {spans(moves_within)}")
+        if listed:
+            return (shorten(f"nothing has moved; after the inner step {', '.join(listed)} had"),
                     self.comes_late() or OVERWRITTEN)
         stepped = [seen.inner for seen in self.ranks if seen.inner and len(seen.inner.own)]
         grads = [inner.grads for inner in stepped if inner.grads is not None]
-        fed = "gradients" if any(grad.any() for grad in grads) else "zeros"
+        kind = "gradients" if any(grad.any() for grad in grads) else "zeros"
         if not grads:
-            fed = "no gradients" if stepped else "nothing"
-        return "nothing has moved, on any rank", self.comes_late() or NOTHING[fed]
+            kind = "no gradients" if stepped else "nothing"
+        return "nothing has moved, on any rank", self.comes_late() or NOTHING[kind]
 
     def moved_alike(self):
-        """Explain elements that have all moved the same number of times too far, wherever they have moved."""
+        """Explain elements all of which have stayed, or have moved by one multiple of the mean gradient."""
         ratios = (self.moved / self.mean_grad)[~self.stays]
         factor = ratios[0].item()
         is_due = any(abs(factor - due) < 1e-3 for due in self.case.factors())
@@ -205,27 +223,28 @@ class Movement:
         for cause, known in self.known_factors(factor):
             if abs(factor - known) < 1e-2 * abs(known):
                 return text, cause
-        combination = combination_of(factor * self.mean_grad[0] / self.scales[0], self.d)
+        combination = combination_of(factor * self.mean_grad[0] / self.element_scales[0], self.d)
         return text, cause_of(combination, self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
-        """Yield (cause, by how many mean gradients it makes elements move), the likeliest first."""
+        """Yield (cause, number of mean gradients by which elements then move), the likeliest first."""
         case = self.case
-        if not case.zeroes:
-            yield AVERAGED_AGAIN, 2 + 1 / self.d
+        if not case.zeroes:  # step 1 moves by the mean; step 2 by (the mean on its owner + all gradients) / d
+            yield AVERAGED_AGAIN, 1 + (1 / self.d + 1)
         yield ALMOST, 1
-        yield DEFAULTS, 1e-3 / case.lr
-        fed = [seen.inner and seen.inner.grads for seen in self.ranks]
-        if case.steps == 1 and all(grads is not None and abs(grads.mean() / self.mean_grad.mean() - 1) < 1e-3
-                                   for grads in fed):
+        yield DEFAULTS, TORCH_LR / case.lr
+        inner_grads = [seen.inner and seen.inner.grads for seen in self.ranks]
+        are_right = all(grads is not None and abs(grads.mean() / self.mean_grad.mean() - 1) < 1e-3
+                        for grads in inner_grads)
+        if case.steps == 1 and are_right:  # then the lr explains any factor
             yield "the inner optimizer has the right gradients, and another lr than the constructor's", factor
         yield "step against the gradient", -1
 
     def combined(self):
         """Explain elements that have moved by a combination of the ranks' gradients other than their mean."""
-        found = {}  # combination -> the elements that have moved by it, on some rank
+        found = {}  # combination -> the wrong elements that it has moved, on some rank
         for rank, index in self.is_wrong.nonzero().tolist():
-            combination = combination_of(self.moved[rank, index] / self.scales[index], self.d)
+            combination = combination_of(self.moved[rank, index] / self.element_scales[index], self.d)
             found.setdefault(combination, []).append(index)
         if not found or None in found:
             return ()
@@ -237,50 +256,54 @@ class Movement:
         elements[indices] = True
         ranks = [rank for rank in range(self.d) if self.is_wrong[rank].any()]
         where = "every rank" if len(ranks) == self.d else f"rank {', '.join(map(str, ranks))}"
-        distance = (self.start - self.came[ranks[0]])[indices[0]]
+        distance = self.start[indices[0]] - self.came[ranks[0], indices[0]]
         return (f"elements {spans(elements)} have moved by {distance:.3g} on {where}: lr × {in_words(combination)}",
                 cause_of(combination, self.d))
 
     def moved_by_rank(self):
-        figures = [", ".join(sorted({f"{self.case.lr * value:.3g}" for value in moved[~stays].tolist()}))
-                   for moved, stays in zip(self.moved, self.stays)]
-        return shorten("moved by " + "; ".join(f"rank {rank}: {listed}" for rank, listed in enumerate(figures)))
+        listed = []
+        for rank, (moved, stays) in enumerate(zip(self.moved, self.stays)):
+            distances = sorted({f"{self.case.lr * value:.3g}" for value in moved[~stays].tolist()})
+            listed.append(f"rank {rank}: {', '.join(distances)}")
+        return shorten(f"moved by {'; '.join(listed)}")
 
     def added_to_parameters(self):
-        second = self.case.lr * (self.due + self.mean_grad)
-        if self.case.zeroes or not self.near(self.came[0], self.due - second).all():
+        mistaken_move = self.case.lr * (self.due + self.mean_grad)  # in step 2, from `due`
+        if self.case.zeroes or not near(self.came[0], self.due - mistaken_move).all():
             return ()
         return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
 
     def decoded(self):
-        """Explain wrong elements by what they hold, on the first rank with some."""
+        """Explain the contents of wrong elements, on the first rank that has some."""
         if not self.is_wrong.any():
             return ()
-        rank = self.is_wrong.any(dim=1).int().argmax().item()
+        rank = self.is_wrong.nonzero()[0, 0].item()
         values = self.came[rank]
         mask = self.is_wrong[rank]
-        where = "" if self.near(self.came, values).all() else f" on rank {rank}"
+        where = "" if near(self.came, values).all() else f" on rank {rank}"
         if not values.isfinite().all():
             return (f"in elements {spans(~values.isfinite())}: {values[~values.isfinite()][0]:g}",
                     "memory that nobody has written, 0 / 0, or a gradient too large for 16 bits of fp16 (65,504)")
         for name, gradient in (("mean", self.mean_grad), ("summed", self.mean_grad * self.d)):
-            if self.near(values, gradient)[mask].all() and mask.sum() > 1:
+            if near(values, gradient)[mask].all() and mask.sum() > 1:
                 return (f"in elements {spans(mask)}: the {name} gradient{where}",
                         "a gradient was taken for a parameter: copy what was stepped")
         contents = {index: self.content(index, values[index]) for index in mask.nonzero().flatten().tolist()}
         if None in contents.values():
             return ()
-        words = [f"in {between(first, last)}: {kind.format(between(first + shift, last + shift))}"
-                 for (kind, shift), first, last in runs(contents)]
-        return shorten("; ".join(words)) + where, PADDED if (PADDING, 0) in contents.values() else MISPLACED
+        words = [f"in {named(first, last)}: {content.text.format(named(first + content.shift, last + content.shift))}"
+                 for content, first, last in runs(contents)]
+        is_padded = any(content.text == PADDING for content in contents.values())
+        return shorten("; ".join(words)) + where, PADDED if is_padded else MISPLACED
 
     def content(self, index, value):
-        """Return (what an element holds, with {} for elements, how far away the first of these is); None if unknown."""
+        """Return the Content of element `index`; None if its value is unknown."""
         if abs(value) < 1e-9:
-            return PADDING, 0
-        for kind, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
-            if len(places := self.near(values, value).nonzero().flatten()):
-                return kind, places[0].item() - index
+            return Content(PADDING, 0)
+        for text, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
+            same = near(values, value).nonzero()
+            if len(same):
+                return Content(text, shift=same[0].item() - index)
         return None
 
     def not_moved(self):
@@ -297,12 +320,12 @@ class Movement:
         return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
 
     def comes_late(self):
-        """Return why elements that have not moved do so later; "" where they never do."""
+        """Return the reason why elements that have not moved will move later; "" if they never do."""
         settled = self.again(replace(self.case, settles=True))
-        if settled and all(self.near(seen.snapshots[-1], self.due).all() for seen in settled):
+        if settled and all(near(seen.snapshots[-1], self.due).all() for seen in settled):
             return LATE
         one_more = self.again(replace(self.case, steps=self.case.steps + 1))
-        if one_more and all(self.near(seen.snapshots[-1], self.due)[stays].all()
+        if one_more and all(near(seen.snapshots[-1], self.due)[stays].all()
                             for seen, stays in zip(one_more, self.stays)):
             return ONE_STEP_OLD
         return ""
@@ -310,22 +333,29 @@ class Movement:
     def has_stepped(self, seen, mask):
         """Return whether a rank's inner optimizer has stepped all of the elements in `mask`."""
         stepped = seen.inner.own if seen.inner else torch.zeros(0)
-        return self.near(self.due[mask, None], stepped).any(dim=1).all()
+        return near(self.due[mask, None], stepped).any(dim=1).all()  # is each due value among the stepped ones?
 
 
 def runs(contents):
-    """Yield (content, first, last) of neighbouring indices with the same content. contents: index -> content."""
-    numbered = [(index - number, contents[index], index) for number, index in enumerate(contents)]
-    for (_, content), neighbours in itertools.groupby(numbered, lambda entry: entry[:2]):
-        indices = [index for *_, index in neighbours]
-        yield content, indices[0], indices[-1]
+    """Return (content, first, last) of neighbouring indices with the same content. contents: index -> content."""
+    merged = []
+    for index, content in contents.items():
+        if merged and merged[-1][0] == content and merged[-1][2] == index - 1:
+            merged[-1][2] = index
+        else:
+            merged.append([content, index, index])
+    return merged
 
 
-def between(first, last):
-    return f"elements {first}-{last}" if first < last else f"element {first}"
+def interval(first, last):
+    return f"{first}-{last}" if first < last else f"{first}"
+
+
+def named(first, last):
+    return f"element{'s' if first < last else ''} {interval(first, last)}"
 
 
 def spans(mask):
-    """Return which elements of a mask (n,) are set, as "0-3, 8"."""
+    """Return the indices that are set in a mask (n,), as "0-3, 8"."""
     indices = dict.fromkeys(mask.nonzero().flatten().tolist())
-    return ", ".join(between(first, last).split()[1] for _, first, last in runs(indices))
+    return ", ".join(interval(first, last) for _, first, last in runs(indices))

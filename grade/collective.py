@@ -1,4 +1,4 @@
-"""Grades exercise 0, a ring of sends and receives: by hand values, and by the bytes that the ledger counts."""
+"""Grades exercise 0, a ring of sends and receives, by few values and by the bytes that the ledger counts."""
 
 import sys
 
@@ -12,20 +12,25 @@ HINT = "the table of chapter 3: in turn k rank r sends part r - 1 - k, and adds 
 
 
 def call(candidate):
-    """Return {name: (what it makes of values by hand, [(kind, bytes) that it sends, …])}. Part p is 10^r · (p + 1)."""
-    module, rank, d = sys.modules[candidate.package], candidate.rank, torch.distributed.get_world_size()
+    """Return {name of a function: (the tensor that it returns, [(kind, bytes) of each message that it sends])}.
+
+    On rank r all elements of part p are 10^r · (p + 1) before a reduce-scatter, and r + 1 before an all-gather.
+    """
+    module = sys.modules[candidate.package]
+    rank = candidate.rank
+    d = torch.distributed.get_world_size()
     parts = (10.0**rank * torch.arange(1.0, d + 1))[:, None].expand(d, N).contiguous()
     results = {}
     for name, argument in ("reduce_scatter", parts.clone()), ("all_gather", torch.full((N,), rank + 1.0)):
         n_before = len(candidate.entries)
         tensor = getattr(module, name)(argument)
-        results[name] = tensor.clone(), [(entry.kind, entry.size) for entry in candidate.entries[n_before:]
-                                         if entry.kind != "recv"]
+        sent = [(entry.kind, entry.size) for entry in candidate.entries[n_before:] if entry.kind != "recv"]
+        results[name] = tensor.clone(), sent
     return results
 
 
 def works(grader, d):
-    """Check both results on d ranks."""
+    """Check the tensors that both functions return on d ranks."""
     for rank, results in enumerate(grader.run(d, call, hint=HINT)):
         expected = {"reduce_scatter": torch.full((N,), (rank + 1) * sum(10.0**r for r in range(d))),
                     "all_gather": torch.arange(1.0, d + 1)[:, None].expand(d, N)}
@@ -42,13 +47,14 @@ def firsts(values):
 
 
 def sends(grader):
-    """Check that each of both sends (d-1)/d of the whole, on 4 ranks, in d - 1 messages."""
-    d, lines = 4, []
+    """Check that both functions send (d-1)/d of the whole, in d - 1 messages, on 4 ranks."""
+    d = 4
+    lines = []
     for name, (_, sent) in grader.run(d, call, hint=HINT)[0].items():
         share = f"{sum(size for _, size in sent)} of {4 * N * d}"
         require(sent == [("send", 4 * N)] * (d - 1), f"{name} sends {d - 1} parts of {4 * N} bytes on {d} ranks",
                 f"{share}, in {len(sent)} messages of {', '.join(sorted({kind for kind, _ in sent}))}",
-                "a part for each turn and no more: all the rest is on its way already")
+                "send one part in each turn, and nothing else")
         lines.append(f"{name:14} {share} bytes: (d-1)/d, d = {d}")
     return lines
 

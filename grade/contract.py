@@ -15,7 +15,7 @@ LEFT_OUT = {"test_state_is_sharded", "test_refuses_before_anything_changes",
 
 
 def level():
-    """Return (title, checks) as in LEVELS: each test that takes a stage, and no other parameter of pytest."""
+    """Return (title, checks) as in LEVELS. A check is a test that takes a stage and no other argument of pytest."""
     checks = []
     for name, test in vars(importlib.import_module(CONTRACT)).items():
         if hasattr(test, "situations") and name not in LEFT_OUT:
@@ -37,6 +37,6 @@ def holds(grader, name, test, world_sizes):
         except Wrong as wrong:
             promise = (inspect.getdoc(test) or "no exception").splitlines()[0]
             expected = textwrap.shorten(promise, 98, placeholder=" …")  # a line of the verdict has 118 characters
-            came = [line for what, line in wrong.lines if what in ("came", "")]
+            came = [line for word, line in wrong.lines if word in ("came", "")]
             more = f'make test ARGS="{CONTRACT.replace(".", "/")}.py --stage {grader.package} -k {name}" shows more'
             raise Wrong(f"{expected} ({world_size} ranks)", came, more, step=0) from None

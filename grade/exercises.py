@@ -1,4 +1,6 @@
-"""Writes an exercise: a core with bodies taken out as exercises.md says, or a drill: a stage with a fault of drills.md.
+"""Writes an exercise or a drill as a package.
+
+An exercise is a core without the bodies that exercises.md lists. A drill is a stage with a fault of drills.md.
 
     make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=drill1)
 """
@@ -12,38 +14,47 @@ from typing import NamedTuple
 
 from harness.publishing.stages import CORE, ROOT, files_of, functions, write_package
 
-REPORT = "REPORT.md"  # in the package of a drill: by its first line the grader knows which one it is
+REPORT = "REPORT.md"  # a file in the package of a drill, whose first line has the number of the drill
 
 
 @functools.cache
 def bodies():
-    """Return exercise -> file -> function to be filled in -> what is asked for, as exercises.md has them."""
+    """Return {exercise: {file: {function to be filled in: hint}}}, as exercises.md lists them."""
     of_exercises = {}
     for line in Path(__file__).with_name("exercises.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
-            of_files = of_exercises[line.removeprefix("## ")] = {}
+            of_files = {}
+            of_exercises[line.removeprefix("## ")] = of_files
         elif line.startswith("- "):
-            of_functions = of_files[line.removeprefix("- ")] = {}
+            of_functions = {}
+            of_files[line.removeprefix("- ")] = of_functions
         elif line.startswith("  - "):
-            name, _, of_functions[name] = line.removeprefix("  - ").partition(": ")
+            name, _, hint = line.removeprefix("  - ").partition(": ")
+            of_functions[name] = hint
     return of_exercises
 
 
-def emptied(path, asked):
-    """Return the source in `path` without the bodies of the functions in `asked`; signatures and docstrings stay."""
+def emptied(path, hints):
+    """Return the source in `path` without the bodies of the functions in `hints`; signatures and docstrings stay.
+
+    hints: {name of a function, or Class.method: hint}.
+    """
     source = (ROOT / path).read_text(encoding="utf-8")
-    tree, lines = ast.parse(source), source.splitlines()
-    for name, node in sorted(functions(tree).items(), key=lambda pair: -pair[1].lineno):  # lines keep their numbers
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    # From the last function to the first, so that the lines above keep their numbers.
+    for name, node in sorted(functions(tree).items(), key=lambda pair: pair[1].lineno, reverse=True):
         short = name.split(".")[-1]
-        if hint := asked.get(short) or asked.get(name):
+        hint = hints.get(short) or hints.get(name)
+        if hint:
             first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
             fill_in = f'raise RuntimeError("fill in {short}: {hint}")'
             lines[first : node.end_lineno] = [" " * (node.col_offset + 4) + fill_in]
-    end = tree.body[0].end_lineno - 1  # of the module's docstring: a line with nothing but quotes
-    n_bodies = f"{len(asked)} {'body' if len(asked) == 1 else 'bodies'}"
-    exercise = f"Exercise: fill in {n_bodies}, see docs/exercise.md. The solution is {path}."
-    if asked:
-        lines[end:end] = ["", exercise]
+    if hints:
+        bodies_text = f"{len(hints)} {'body' if len(hints) == 1 else 'bodies'}"
+        exercise = f"Exercise: fill in {bodies_text}, see docs/exercise.md. The solution is {path}."
+        closing_quotes = tree.body[0].end_lineno - 1  # index of the last line of the module's docstring
+        lines[closing_quotes:closing_quotes] = ["", exercise]
     return "\n".join(lines) + "\n"
 
 
@@ -51,7 +62,7 @@ class Drill(NamedTuple):
     """A drill of drills.md: its texts, and its edit of a file in the package of a stage."""
     title: str
     report: str
-    check: str  # name of the check that sees it
+    check: str  # name of the check that sees the fault
     state: str
     answer: str
     stage: str
@@ -70,16 +81,22 @@ def drills():
 
 
 def parsed(section):
+    """Return the Drill of a section of drills.md.
+
+    Its diff begins with `--- path stage` if the package has the stage's guard, or with `--- path` for a bare core.
+    """
     text, path, stage, diff = re.fullmatch(r"(.*)```diff\n--- (\S+) ?(\S*)\n(.*)```", section, re.DOTALL).groups()
     title, *texts = (" ".join(part.split()) for part in re.split(r"\n- (?:Report|Check|State|Answer): ", text))
-    before, after = ("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in signs)
-                     for signs in (" -", " +"))
+    lines = diff.splitlines(keepends=True)
+    before = "".join(line[1:] for line in lines if line[0] in " -")
+    after = "".join(line[1:] for line in lines if line[0] in " +")
     file = path if path.startswith("guard/") else Path(path).name
-    return Drill(title, *texts, stage or Path(path).parent.name, bool(stage), file, before, after)
+    is_guarded = bool(stage)
+    return Drill(title, *texts, stage or Path(path).parent.name, is_guarded, file, before, after)
 
 
 def files_of_drill(number):
-    """Return {path in the package: text} of a stage with the fault. Raises ValueError if its edit has no place."""
+    """Return {path in the package: text} of a drill. Raise ValueError if the stage hasn't the code that it edits."""
     if number not in drills():
         raise ValueError(f"STAGE=drill{number}: there are drills 1 to {len(drills())}")
     drill = drills()[number]
@@ -93,7 +110,7 @@ def files_of_drill(number):
 
 
 def number_of_drill(package):
-    """Return the number of the drill that a package is, None of another one. Nothing of it is run."""
+    """Return the number of a package that is a drill, or None. The package isn't imported."""
     for folder in sys.path:
         report = Path(folder, *package.split("."), REPORT)
         if report.is_file() and (number := re.match(r"# Drill (\d+)", report.read_text(encoding="utf-8"))):
@@ -106,27 +123,28 @@ def answer(number):
     return f"{drill.answer}\n\n{drill.stage}, {drill.file}: in place of\n\n{drill.before}\nit has\n\n{drill.after}"
 
 
-def write(what, to):
-    """Write an exercise: of a stage, by its package or number, or "drill1". Raises ValueError or OSError."""
-    if re.fullmatch(r"drill\d+", what):
-        return write_package(to, files_of_drill(int(what.removeprefix("drill"))))
-    exercise = next((exercise for exercise in bodies() if what in (exercise, exercise[5:6])), None)
+def write(name, to):
+    """Write the drill or exercise `name`: "drill1", "3" or "stage3_gradbuffer". Raise ValueError or OSError."""
+    if re.fullmatch(r"drill\d+", name):
+        return write_package(to, files_of_drill(int(name.removeprefix("drill"))))
+    exercise = next((exercise for exercise in bodies() if name in (exercise, exercise[len("stage")])), None)
     if exercise is None:
-        raise ValueError(f"STAGE={what}: there are the exercises 0 to 4, and drill1 to drill8")
-    files = {Path(path).name: emptied(path, asked) for path, asked in bodies()[exercise].items()}
+        raise ValueError(f"STAGE={name}: there are the exercises 0 to 4, and drill1 to drill8")
+    files = {Path(path).name: emptied(path, hints) for path, hints in bodies()[exercise].items()}
     write_package(to, {"__init__.py": "", **files})
 
 
-def main(what, to):
+def main(name, to):
     try:
-        write(what, to)
+        write(name, to)
     except (ValueError, OSError) as reason:
         print(f"exercise: {reason}", file=sys.stderr)
         sys.exit(2)
-    if what.startswith("drill"):
+    if name.startswith("drill"):
         print(f"{(to / REPORT).read_text().strip()}\n\nFind it in {to}/, mend it, then make grade STAGE={to}")
     else:
-        print(f"{to}: fill in its bodies, then make grade STAGE={to}{'.ring' if what == '0' else ''}")
+        ring = ".ring" if name == "0" else ""
+        print(f"{to}: fill in its bodies, then make grade STAGE={to}{ring}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import itertools
 from grade import on_ranks
 from harness.ranks.workers import WorkerError, Workers
 
-LIMITS_S = 8, 10  # of a check: without the processor on all ranks, which is a hang; and of the processor's time
-LAST_S = 600  # where neither is seen
+LIMITS_S = 8, 10  # seconds in which no rank uses its processor, which is a hang; seconds of processor time of a check
+LAST_S = 600  # seconds after which a check ends that has reached neither limit
 UNKNOWN = "no known mistake gives these figures: print gradients around the average, parameters around the step"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
@@ -19,18 +19,18 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 
 
 class Wrong(Exception):
-    """Says what was expected, what came (a line, or two of them), and the likely cause."""
+    """Says what was expected, what came (one line or two), and the likely cause. lines: [(first word, rest)]."""
 
     def __init__(self, expected, came, cause=UNKNOWN, step=1):
         super().__init__(came)
-        self.step = step  # that is wrong; 0: none, but an exception or a hang
+        self.step = step  # the number of the wrong step; 0: an exception or a hang
         came = [came] if isinstance(came, str) else came
         lines = [("expected", expected), *zip(("came", ""), came), ("cause", cause)]
-        self.lines = [(what, line) for what, line in lines if line]
+        self.lines = [(word, rest) for word, rest in lines if rest]
 
 
 def require(is_right, *lines):
-    """Raise a Wrong of these lines, (expected, came, cause), unless it `is_right`."""
+    """Raise Wrong(*lines) unless the package `is_right`. lines: expected, came and perhaps cause."""
     if not is_right:
         raise Wrong(*lines)
 
@@ -40,21 +40,21 @@ class Grader:
 
     def __init__(self, package, workers=None):
         self.package = package
-        self.workers = {} if workers is None else workers  # by world size
-        self.answers = {}  # a run that two checks ask for is done once
+        self.workers = {} if workers is None else workers  # {world size: Workers}
+        self.answers = {}  # {(world size, function, args): what the ranks returned}, because several checks share a run
         self.printed = []  # lines that its ranks have printed, the latest last
 
     def close(self):
         for workers in self.workers.values():
-            workers.kill()  # they hold nothing, and take seconds to part
+            workers.kill()  # an orderly end takes seconds, and saves nothing here
 
     @functools.cached_property
     def facts(self):
-        """Look at the class. The package is imported on ranks alone: whatever it does, it doesn't do here."""
+        """Return facts of the class. Only ranks import the package, so that its mistakes can't end this process."""
         return self.run(2, on_ranks.look)[0]
 
     def outcome(self, check):
-        """Return what a check prints where it passes, or its Wrong."""
+        """Run a check; return the lines that it prints when it passes, or its Wrong."""
         self.printed.clear()
         try:
             return check.function(self) or []
@@ -62,19 +62,19 @@ class Grader:
             return wrong
 
     def start(self):
-        """Start the ranks before there is something to run on them: as many as level 1 has."""
+        """Start the ranks of level 1 in advance, so that a check needn't wait for them."""
         for world_size in (2, 3, 4):
             self.run(world_size, on_ranks.ready)
 
     def run(self, world_size, function, *args, hint=None):
-        """Return [function(candidate, *args) of rank 0, …]. hint: the likely cause where an exception has no other."""
+        """Return [function(candidate, *args) of each rank]. hint: the likely cause if an exception shows no other."""
         key = world_size, function, args
         if key in self.answers:
             return self.answers[key]
         if world_size not in self.workers:
             self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
         reports = [[] for _ in range(world_size)]  # by rank: (kind, text, place), see grade/on_ranks.py
-        raised = []  # (rank, text, place), in the order in which they did
+        raised = []  # (rank, text, place) of each exception, in order of time
 
         def hear(rank, report):
             kind, *text_and_place = report
@@ -97,9 +97,9 @@ class Grader:
 
 
 def failure(error, reports, raised, hint):
-    """Return what a Wrong is made of, from what the ranks have reported: an exception, a death or a hang."""
+    """Return (expected, came, cause) of an exception, a death or a hang, from the ranks' reports."""
     parting = first_difference(reports)
-    culprits = [entry for entry in raised if "gloo" not in entry[1]]  # a rank that gloo ends has lost another
+    culprits = [entry for entry in raised if "gloo" not in entry[1]]  # gloo raises on a rank that has lost another one
     has_died = " ended with exit code " in error or " was killed by signal " in error
     if culprits or raised and not has_died:
         rank, text, place = (culprits or raised)[0]
@@ -107,22 +107,22 @@ def failure(error, reports, raised, hint):
         return ("no exception", [shorten(f"rank {rank}: {text}"), f"in {place}" if place else ""],
                 cause if culprits else hint or parting or UNKNOWN)
     if has_died:
-        is_aborted = " was killed by signal 6" in error  # by gloo, if messages of two sizes meet
+        is_aborted = " was killed by signal 6" in error  # gloo aborts a rank that gets a message of another size
         latest = latest_collective(reports[int(error.split()[1])])
         return ("every rank lives until the end of this check",
                 [shorten(error), f"after {latest}" if latest else "before its first collective"],
                 is_aborted and (hint or parting) or "os._exit() or a crash ended it; the other ranks have only lost it")
-    ranks_of = {}  # what ranks do -> these ranks
+    ranks_doing = {}  # words of `doing` -> the ranks that do this
     for rank, of_rank in enumerate(reports):
-        ranks_of.setdefault(doing(of_rank), []).append(str(rank))
-    first, *further = [f"rank {', '.join(ranks)} {what}" for what, ranks in ranks_of.items()]
+        ranks_doing.setdefault(doing(of_rank), []).append(str(rank))
+    first, *further = [f"rank {', '.join(ranks)} {words}" for words, ranks in ranks_doing.items()]
     return ("every rank ends this check", [shorten(first), shorten("; ".join(further))],
             parting or "all ranks have called the same collectives: look at what else is waited for")
 
 
 def say(*lines):
-    """Print (what, line) of each."""
-    print("\n".join(f"  {what:9} {line}".rstrip() for what, line in lines), flush=True)
+    """Print lines, each given as (first word, rest)."""
+    print("\n".join(f"  {word:9} {rest}".rstrip() for word, rest in lines), flush=True)
 
 
 def shorten(line):
@@ -130,13 +130,13 @@ def shorten(line):
 
 
 def latest_collective(reports):
-    """Return the latest collective among a rank's reports; "" without one."""
+    """Return the latest collective in a rank's reports, in words; "" without one."""
     return next((f"{text} ({place})" if place else text for kind, text, place in reversed(reports)
                  if kind == "collective"), "")
 
 
 def doing(reports):
-    """Return what a rank did last: "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)"."""
+    """Return a rank's state in words: "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)"."""
     latest = latest_collective(reports)
     place = next((place for kind, _, place in reversed(reports) if kind == "stuck"), None)
     if reports and reports[-1][0] == "ended":
@@ -147,7 +147,7 @@ def doing(reports):
 
 
 def first_difference(reports):
-    """Return where the ranks' collectives part, in a sentence; "" if they don't. Sends and receives don't count."""
+    """Return in a sentence where the ranks' collectives first differ, or "". Sends and receives don't count."""
     calls = [[text for kind, text, _ in of_rank if kind == "collective" and not text.startswith(("send", "recv"))]
              for of_rank in reports]
     for number, (first, *further) in enumerate(itertools.zip_longest(*calls, fillvalue="nothing"), start=1):

@@ -66,17 +66,13 @@ def is_an_optimizer(grader):
             "docs/exercise.md has the skeleton of level 2, for schedulers, clipping, accumulation and saving")
 
 
-def listed(values):
-    return ", ".join(map(str, values))
-
-
 def by_hand(grader, d, hint=None, **case):
-    """Check the few elements of a ByHand, whose values were computed by hand."""
+    """Check the elements of a ByHand, few enough to compute their values by hand."""
     run = ByHand(**case)
     n_ranks = d + 1 if run.without_rank_0 else d
 
     def again(run):
-        """Return Seen of the ranks for another ByHand; None if they fail."""
+        """Return the Seen of each rank for another ByHand; None if a rank fails."""
         try:
             return grader.run(n_ranks, play, run)[-d:]
         except Wrong:
@@ -91,7 +87,7 @@ def of_16_bits(grader):
 
 
 def nan_arrives(grader):
-    """Check that a nan in rank 1's gradients is one on every rank afterwards, as in torch."""
+    """Check that a nan in rank 1's gradients makes parameters nan on every rank, as in torch."""
     for rank, seen in enumerate(grader.run(2, play, ByHand(nan_rank=1))):
         is_finite = seen.snapshots[-1].isfinite()
         require(not is_finite.any(), "where rank 1's gradient is nan, parameters become nan on every rank, as in torch",
@@ -114,9 +110,9 @@ def constructor(grader, **case):
                 f"parameters are broadcast from the first rank in the constructor, each in place: {missed}")
     for rank, seen in enumerate(ranks):
         values = seen.snapshots[1]
-        require(not values.any(), expected, "so it is; but a step with gradients of 0 makes elements "
+        require(not values.any(), expected, "the constructor does; but a step with gradients of 0 makes elements "
                 f"{spans(values != 0)} of rank {rank} {values.max():g}",
-                "what the inner optimizer steps was copied before the broadcast")
+                "the inner optimizer's copies were made before the broadcast")
 
 
 def of_some_ranks(grader):
@@ -126,7 +122,7 @@ def of_some_ranks(grader):
 
 
 def trains(grader, d, otherwise="", hint=None, **settings):
-    """Check that parameters are the same on d ranks, after every step, and as in one process with all data.
+    """Check that d ranks have the same parameters after every step, which are those of one process with all data.
 
     otherwise: the cause to report if no known mistake computes the same. hint: the cause of an exception or a hang.
     """
@@ -172,7 +168,7 @@ def cause_of_unequal(ranks, step, run):
         return NOT_AVERAGED
     if any((seen.snapshots[step] == seen.snapshots[step - 1]).any() for seen in ranks):
         return NOT_RECEIVED
-    return "not every rank receives what its owner has stepped"
+    return "not every rank receives the updated parameters of each owner"
 
 
 def check_trained(ranks, expected, step, run, otherwise):
@@ -187,7 +183,7 @@ def check_trained(ranks, expected, step, run, otherwise):
 
 
 def check_norm(ranks, expected, step, run):
-    """Compare what clip_grad_norm_ has returned in this step with torch's norm of the gradients of one process."""
+    """Compare the norm that clip_grad_norm_ has returned in this step with torch's norm in one process."""
     d = len(ranks)
     norms = torch.tensor([seen.norms[step - 1] for seen in ranks])
     due = torch.tensor(expected[step - 1])
@@ -205,12 +201,12 @@ def check_norm(ranks, expected, step, run):
                 cause = known
                 break
     raise Wrong("clip_grad_norm_ returns the norm of all averaged gradients, before it clips: "
-                f"{due:.5f} in step {step}", listed(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(norms)),
+                f"{due:.5f} in step {step}", ", ".join(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(norms)),
                 cause)
 
 
 def resumes_in_16_bits(grader):
-    """Check that a run that is saved and loaded ends where the same run does without: to the bit."""
+    """Check that a run that is saved and loaded has the same bits as one that goes on."""
     run = Run(optimizer="AdamW", steps=4, dtype=torch.bfloat16)
     straight = grader.run(2, play, run)[0].snapshots
     resumed = grader.run(2, play, replace(run, resume=True))[0].snapshots
@@ -220,11 +216,11 @@ def resumes_in_16_bits(grader):
 
 
 def state(grader, d):
-    """Check that AdamW's two moments exist once, some of them on every rank."""
+    """Check that each of AdamW's moments exists on one rank, and that every rank has some."""
     n_held = [seen.n_state for seen in grader.run(d, play, EIGHT_LAYERS)]  # elements that aren't 0, on each rank
     whole = 2 * NUMEL
     total = sum(n_held)
-    shares = listed(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
+    shares = ", ".join(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
     once = f"AdamW's state exists once, about 1/{d} on each rank"
     cause = "some parameters are stepped on several ranks, or padding isn't zero"
     if min(n_held) >= whole:
@@ -238,7 +234,7 @@ def state(grader, d):
     return lines
 
 
-SUFFICIENT = {  # kind -> (units that suffice, the cause where there are more)
+SUFFICIENT = {  # kind of collective -> (units that suffice, see Traffic; the likely cause of more units)
     "all_reduce": (2, "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"),
     "all_gather": (1, "a rank gives the all-gather more than it owns: send gradients by all_reduce or reduce_scatter"),
     "broadcast": (1, "parameters are broadcast more than once: the owner alone sends them, and sends each once"),
@@ -246,7 +242,7 @@ SUFFICIENT = {  # kind -> (units that suffice, the cause where there are more)
 
 
 class Traffic:
-    """Adds up what a rank sends in a step, in units of 4Ψ · (d-1)/d bytes: what an all-gather of Ψ parameters sends."""
+    """Adds up the bytes that a rank sends per step. A unit, 4Ψ · (d-1)/d bytes, is an all-gather of Ψ parameters."""
 
     def __init__(self, entries, d):
         self.by_kind = Counter()
@@ -257,14 +253,14 @@ class Traffic:
         self.sent_on_nccl = self.sent - self.by_kind["reduce_scatter"] / 2  # gloo's reduce-scatter is an all-reduce
 
     def cause_of_excess(self):
-        """Return the cause of the kind of collective that sends most above what suffices."""
+        """Return the cause for the kind of collective that exceeds its sufficient units most."""
         excess = {kind: self.by_kind[kind] - units for kind, (units, _) in SUFFICIENT.items()}
         kind = max(excess, key=excess.get)
         return SUFFICIENT[kind][1] if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
 
 
 def sends_and_holds(grader):
-    """Check what is sent and held. With two ranks an all-gather of all gradients would pass, so try four ranks, too."""
+    """Check the bytes sent and held, also on four ranks: on two an all-gather of all gradients would pass."""
     for d, with_ranks in ((4, "with 4 ranks, "), (2, "")):
         seen = grader.run(d, play, EIGHT_LAYERS)[0]
         traffic = Traffic(seen.entries, d)
@@ -273,7 +269,7 @@ def sends_and_holds(grader):
                 "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
                 f"{with_ranks}{traffic.sent:.2f} · 4Ψ · (d-1)/d bytes, in {traffic.collectives}",
                 traffic.cause_of_excess())
-        if d > 2:  # with two ranks half of the state and a buffer may be as much
+        if d > 2:  # with two ranks, half of the state and a buffer may take as much as DDP's whole state
             require(held <= 16 * 1.05, "fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
                     f"{with_ranks}{held:.2f}", f"parameters and gradients take 8 and 1/{d} of the moments {8 / d:g}: "
                     f"{held - 8 - 8 / d:.2g} more are kept")
@@ -290,14 +286,14 @@ def keeps_nothing(grader):
     runs = [grader.run(2, play, replace(EIGHT_LAYERS, steps=steps)) for steps in (2, 6)]
     growth = max((later.held - earlier.held) / 4 / NUMEL for earlier, later in zip(*runs))
     require(growth <= MAX_GROWTH, "a rank holds as much after step 6 as after step 2",
-            f"{growth:.2f} bytes a parameter more in each step", "something of every step is kept: in a list, or by a "
-            "closure or a graph")
+            f"{growth:.2f} bytes a parameter more in each step", "each step leaves something behind: in a list, "
+            "a closure or a graph")
 
 
 def first_layer_waits(grader):
-    """Fail if the first layer waits for the last message: messages arrive in order, so it has waited for all."""
+    """Check that the first layer doesn't wait for the last message, which arrives after all others."""
     waited = grader.run(2, play, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0].first_layer_waited  # by message
-    cause = "what the forward pass reads first must leave first: that is the last bucket of the backward pass"
+    cause = "send first the parameters that the forward pass reads first: the last bucket of the backward pass"
     if all(waited):
         cause = "a module waits for its own parameters alone: module.parameters(recurse=False)"
     require(not waited or not waited[-1], "the first layer computes while the parameters of others are under way",
@@ -306,7 +302,7 @@ def first_layer_waits(grader):
 
 
 def transposed(grader):
-    """Check matrices that lie transposed in memory. They may be refused by an exception, and mustn't be mixed up."""
+    """Check matrices that lie transposed in memory. An exception may refuse them; mixing up elements is a fault."""
     try:
         trains(grader, d=2, strides=True, otherwise=STRIDES)
     except Wrong as wrong:

@@ -1,4 +1,4 @@
-"""Known mistakes, made on purpose in one process that has all batches: whoever gets the same has made the same."""
+"""Makes known mistakes in one process that has all batches: a package that trains the same has the same mistake."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from grade.grader import UNKNOWN
 from grade.runs import Run, play
 
 NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_decay: the inner optimizer needs groups"
-USED_BY_NONE = slice(6, 12)  # of a Run with `unused`: after the six elements of the parameter that one rank uses
+USED_BY_NONE = slice(6, 12)  # elements of a Run with `unused`; the first six are the parameter that one rank uses
 
 
 class OneProcess:
@@ -24,18 +24,18 @@ class OneProcess:
         self.start = [dict(group) for group in self.param_groups]
 
     def hyperparameters(self, current):
-        """Return the groups' hyperparameters with which a step is done; `current`: those that they have."""
+        """Return the groups' hyperparameters for this step. `current`: the hyperparameters in param_groups."""
         return current
 
     def cleared(self, param, set_to_none):
-        """Return what the gradient of `param` is after zero_grad()."""
+        """Return the gradient of `param` after zero_grad()."""
 
     def scaled(self, ratio, norm):
-        """Return what gradients are scaled by, where max_norm / norm is `ratio`, and what clip_grad_norm_ returns."""
+        """Return the factor of the gradients, and the norm that clip_grad_norm_ returns. `ratio`: max_norm / norm."""
         return min(ratio, 1), norm
 
     def clipped(self):
-        """Return the parameters whose gradients have the norm."""
+        """Return the parameters whose gradients count for the norm."""
         return self.params()
 
     def change_grads(self):
@@ -67,7 +67,11 @@ class OneProcess:
 
 
 def in_one_process(run, ranks, factor=lambda *_: 1.0, **methods):
-    """Return Seen of one process with the batches of all `ranks`. The mistake: `methods` of OneProcess, `factor`."""
+    """Return the Seen of one process that has the batches of all `ranks`, and makes a mistake.
+
+    The mistake is `methods` that replace those of OneProcess, or `factor`: (d, micro-batches, step, micro-batch) -> the
+    factor of a loss.
+    """
     optimizer_cls = type("Mistaken", (OneProcess, run.settings()[0]), {"d": len(ranks), **methods})
     candidate = SimpleNamespace(rank=0, cls=optimizer_cls, entries=[])
     seen = play(candidate, replace(run, prefetch=False, no_sync=False), ranks,
@@ -82,15 +86,15 @@ def twice(name):
 
 
 def last_groups(self, current):
-    used = getattr(self, "current_groups", self.start)
-    self.current_groups = current
-    return used
+    last = getattr(self, "last_groups", self.start)
+    self.last_groups = current
+    return last
 
 
 def by_the_last_norm(self, ratio, norm):
-    used = getattr(self, "last_norm", norm)
+    last_norm = getattr(self, "last_norm", norm)
     self.last_norm = norm
-    return min(ratio * norm / used, 1), used
+    return min(ratio * norm / last_norm, 1), last_norm
 
 
 def moments_in_16_bits(self, current):
@@ -106,8 +110,8 @@ def multiply(grad, factor):
 
 
 def add_stale(self):
-    """Give each rank that has no gradient of the parameter that one rank uses the average of the step before."""
-    param = self.params()[0]
+    """Add the mistake of ranks that don't use a parameter: they send the average of the step before again."""
+    param = self.params()[0]  # one rank uses it
     n_without = self.d - (param.grad is not None)
     stale = getattr(self, "stale", None)
     if stale is not None:
@@ -116,7 +120,7 @@ def add_stale(self):
 
 
 def loads(change):
-    """Return how a load_state_dict() is made that replaces some keys. change: (optimizer, saved) -> these."""
+    """Return a load_state_dict(), as methods of OneProcess, that replaces keys of `saved` by those of `change`."""
     return {"load_state_dict": lambda self, saved: torch.optim.Optimizer.load_state_dict(
         self, {**saved, **change(self, saved)})}
 
@@ -131,7 +135,9 @@ def own_value(self, param, set_to_none):
     return param.detach().clone()
 
 
-MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> methods of OneProcess, factor, or settings
+# {setting of a Run that shows the mistakes ("": every Run): {cause: arguments of in_one_process()}}. An argument "run"
+# has the settings of another Run.
+MISTAKES = {
     "schedule": {
         "the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner optimizer's":
             {"hyperparameters": lambda self, current: self.start},
@@ -209,24 +215,27 @@ MISTAKES = {  # setting of a Run that shows them; "": every Run -> cause -> meth
 
 
 def mistaken_runs(run, d):
-    """Yield (cause, Seen of one process that makes the mistake), of each that `run` can show on d ranks."""
+    """Yield (cause, Seen of one process that makes the mistake) for each mistake that `run` can show on d ranks."""
     for setting, mistakes in MISTAKES.items():
         if not setting or getattr(run, setting) != getattr(Run, setting):
             for cause, how in mistakes.items():
-                yield cause, in_one_process(**{**how, "run": replace(run, **how.get("run", {})), "ranks": range(d)})
+                mistaken_run = replace(run, **how.get("run", {}))
+                yield cause, in_one_process(**{**how, "run": mistaken_run, "ranks": range(d)})
 
 
 def likely_cause(ranks, due, step, run, otherwise):
     """Return the known mistake by which one process gets rank 0's snapshots, or `otherwise`, or a guess.
 
-    step: the first one that is wrong.
+    step: the first wrong step. due: the right snapshots.
     """
-    d, came = len(ranks), ranks[0].snapshots
+    d = len(ranks)
+    came = ranks[0].snapshots
     for cause, seen in mistaken_runs(run, d):
         if all(map(close, came, seen.snapshots)):
             return cause
-    own = torch.stack([seen.snapshots[1] for seen in each_alone(run, d)])
-    if step == 1 and torch.isclose(own, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():  # that of its owner
+    alone = torch.stack([seen.snapshots[1] for seen in each_alone(run, d)])
+    # Each element has a value that one rank, its owner, reaches alone.
+    if step == 1 and torch.isclose(alone, came[1], rtol=1e-4, atol=2e-6).any(dim=0).all():
         return NOT_AVERAGED
     is_near = (came[step] - due[step]).abs().max() < 0.01 * (due[step] - due[step - 1]).abs().max()
     return otherwise or (ALMOST if is_near else UNKNOWN)
@@ -237,19 +246,16 @@ def each_alone(run, d):
 
 
 def close(a, b):
-    """Compare up to rounding: over three ranks and more the order of a sum is the layout's."""
+    """Compare up to rounding, because over three or more ranks the order of a sum depends on the layout."""
     return torch.allclose(a, b, rtol=1e-4, atol=2e-6)
 
 
-def names_and_numels(run):
-    return zip(*((name, param.numel()) for name, param in run.model(0).named_parameters()))
-
-
 def difference(came, due, run):
-    """Return "2.weight, 2.bias differ by up to 0.12", of two (numel,)."""
-    names, numels = names_and_numels(run)
-    is_equal = torch.equal if close(came, due) else close  # two ranks may differ by the last bits, and mustn't
-    differing = [name for name, a, b in zip(names, came.split(numels), due.split(numels)) if not is_equal(a, b)]
+    """Return "2.weight, 2.bias differ by up to 0.12", for two tensors (numel,)."""
+    numels = {name: param.numel() for name, param in run.model(0).named_parameters()}
+    parts = zip(numels, came.split([*numels.values()]), due.split([*numels.values()]))
+    is_equal = torch.equal if close(came, due) else close  # if all are close, only the last bits tell which differ
+    differing = [name for name, a, b in parts if not is_equal(a, b)]
     rest = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     verb = "differs" if len(differing) == 1 else "differ"
     return f"{', '.join(differing[:3])}{rest} {verb} by up to {(came - due).abs().max():.2g}"

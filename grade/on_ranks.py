@@ -1,7 +1,7 @@
-"""What watches a package on every rank while it is graded.
+"""Watches a package on every rank while it is graded.
 
-A rank reports meanwhile, by `event`, ("collective", what begins, place), ("stuck", "", place), ("moves", "", ""),
-("printed", line, ""), ("raised", error, place), ("ended", "", ""). When it is killed it can't report any more.
+A rank reports by `event`, while it runs: ("collective", its words, place), ("stuck", "", place), ("moves", "", ""),
+("printed", line, ""), ("raised", error, place), ("ended", "", ""). A rank that was killed can't report later.
 """
 
 import functools
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness.measuring.ledger import Ledger
 from harness.ranks.workers import event
 
-CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole one, or the idea alone: a core
+CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole optimizer; a core
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
@@ -50,7 +50,8 @@ class ReportedLedger(Ledger):
         if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor that waits by itself
             return result
         self.works.append(Awaited(dist.Work.unbox(boxed), entry))
-        return [*outputs, self.works[-1].boxed()] if outputs else self.works[-1].boxed()
+        boxed = self.works[-1].boxed()
+        return [*outputs, boxed] if outputs else boxed
 
 
 class Awaited(dist.Work):
@@ -58,12 +59,14 @@ class Awaited(dist.Work):
 
     def __init__(self, work, entry):
         super().__init__()
-        self.work, self.entry = work, entry
+        self.work = work
+        self.entry = entry
         entry.is_awaited = False
 
     def wait(self, *timeout):
         self.entry.is_awaited = True
-        work, self.work = self.work, None  # which holds what has arrived
+        work = self.work
+        self.work = None  # a Work keeps the received tensors alive
         return work is None or work.wait(*timeout)
 
     def is_completed(self):
@@ -76,7 +79,10 @@ class Awaited(dist.Work):
 
 
 def where(frames):
-    """Return "file:line" of the first of (frame, line) in the current folder not ours nor a library's; or ""."""
+    """Return "file:line" of the first (frame, line) in a file of the current folder; "" without one.
+
+    Our own files and those of libraries don't count.
+    """
     for frame, line in frames:
         path = frame.f_code.co_filename
         if path.startswith(os.getcwd() + os.sep) and not path.startswith(OURS) and "site-packages" not in path:
@@ -87,7 +93,7 @@ def where(frames):
 class Printed(io.TextIOBase):
     """Reports each line that a rank prints: the grader shows some where a check fails."""
 
-    begun = ""  # of a line
+    begun = ""  # the line that has no end yet
 
     def write(self, text):
         *lines, self.begun = (self.begun + text).split("\n")
@@ -107,24 +113,31 @@ def silence():
 
 
 def watch_for_hangs(ended, still_s, busy_s):
-    """Report where the main thread is when this process has done nothing for `still_s` seconds, and when it goes on;
-    and when it has computed for `busy_s`. The processor's time counts, which a busy machine takes longer to give."""
+    """Report "stuck", with the place of the main thread, and "moves" when it goes on.
+
+    A process is stuck if it has used no processor time for `still_s` seconds, or has used `busy_s` seconds of it.
+    Processor time counts, and not the clock, because a busy machine makes every process slow.
+    """
     main = threading.main_thread().ident
-    used_s, since, was_stuck = time.process_time(), time.monotonic(), False
+    used_s = time.process_time()
+    last_use = time.monotonic()
+    was_stuck = False
     end_s = used_s + busy_s
     while not ended.wait(0.25):
         processor_s = time.process_time()
         if processor_s - used_s > 0.05:
-            used_s, since = processor_s, time.monotonic()
-        is_stuck = processor_s > end_s or time.monotonic() - since > still_s
-        if is_stuck != was_stuck:
-            event(("stuck", "", where(traceback.walk_stack(sys._current_frames()[main]))) if is_stuck
-                  else ("moves", "", ""))
+            used_s = processor_s
+            last_use = time.monotonic()
+        is_stuck = processor_s > end_s or time.monotonic() - last_use > still_s
+        if is_stuck and not was_stuck:
+            event(("stuck", "", where(traceback.walk_stack(sys._current_frames()[main]))))
+        elif was_stuck and not is_stuck:
+            event(("moves", "", ""))
         was_stuck = is_stuck
 
 
 def watched(rank, package, limits, function, *args):
-    """Return function(candidate, *args), and report what happens on the way, in the package's import too."""
+    """Return function(candidate, *args), and report events until then, also of the package's import."""
     silence()
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
@@ -133,7 +146,7 @@ def watched(rank, package, limits, function, *args):
         name, cls = next(((name, getattr(module, name)) for name in CLASSES for module in modules
                           if hasattr(module, name)), ("", None))
         with ReportedLedger() as ledger:
-            result = function(SimpleNamespace(place=rank, rank=rank.rank, package=package, name=name, cls=cls,
+            result = function(SimpleNamespace(place=rank, rank=rank.number, package=package, name=name, cls=cls,
                                               entries=ledger.entries), *args)
         event(("ended", "", ""))
         return result
@@ -163,7 +176,7 @@ def plays(candidate, module, test):
 
 
 def look(candidate):
-    """Return facts of the class, as far as the process that grades has to know: it never imports the package."""
+    """Return facts of the class for the process that grades, which never imports the package."""
     cls = candidate.cls
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     exercise = re.search(r"The solution is (stage\w+)/", getattr(inspect.getmodule(cls), "__doc__", None) or "")

@@ -1,4 +1,4 @@
-"""Prints what a package is told: check by check, as a drill, and what to do next."""
+"""Prints the verdict on a package, check by check or as a drill, and the learner's next command."""
 
 import re
 import shutil
@@ -11,31 +11,41 @@ from harness import STAGES
 
 RING = "ring"  # the module of exercise 0
 REPORTED = "The report"  # the title under which a drill's own check is run
-N_PRINTED = 4  # lines that are shown of what the ranks have printed
+N_PRINTED = 4  # lines of the ranks' output that are shown
 
 
 def checks_of(level, grader, only=""):
-    """Return (title, checks) of a level or of exercise 0: those for this class, with `only` in their name."""
-    title, checks = contract.level() if level == 3 else {**LEVELS, RING: collective.LEVEL}[level]
+    """Return (title, checks) of a level or of exercise 0: the checks for this class that have `only` in their name."""
+    if level == 3:
+        title, checks = contract.level()
+    else:
+        title, checks = {**LEVELS, RING: collective.LEVEL}[level]
     return title, [check for check in checks
                    if only in check.name and (not check.fact or getattr(grader.facts, check.fact))]
 
 
 def outcomes(grader, checks):
-    """Yield (check, lines to print or a Wrong) of each. A terminal also lists the checks that are still to come."""
+    """Run the checks; yield (check, its lines or its Wrong). A terminal also lists the checks that are still to come.
+
+    The lines are as in Grader.outcome: texts without a first word.
+    """
     n_shown = shutil.get_terminal_size().lines - 5 if sys.stdout.isatty() else 0
     for number, check in enumerate(checks):
         to_come = [f"  …         {check.name}\n" for check in checks[number:][:n_shown]]
         if to_come:
-            print("".join(to_come), end=f"\033[{len(to_come)}A", flush=True)  # and back up to the first of them
+            up = f"\033[{len(to_come)}A"  # moves the cursor to the first of these lines
+            print("".join(to_come), end=up, flush=True)
         outcome = grader.outcome(check)
         if to_come:
-            print("\033[J", end="")  # clears what is below
+            print("\033[J", end="")  # clears the screen below the cursor
         yield check, outcome
 
 
 def passes(level, grader, only=""):
-    """Run and print the checks of `level` -> whether all have passed; None where it is a class of level 1 alone."""
+    """Run and print the checks of `level` up to the first that fails; return whether all have passed.
+
+    Return None if the class has the methods of level 1 alone, which is no failure.
+    """
     title, checks = checks_of(level, grader, only)
     if checks:
         print(f"\n{title}", flush=True)
@@ -47,15 +57,15 @@ def passes(level, grader, only=""):
                 ("", "docs/exercise.md has its skeleton"))
             return None
         else:
-            say(("FAILED", check.name), *outcome.lines, *printed(grader))
+            say(("FAILED", check.name), *outcome.lines, *lines_printed(grader))
             return False
     if checks and not only:
         print(f"ok {title.lower()}", flush=True)
     return True
 
 
-def printed(grader):
-    """Yield (what, line): what the ranks have printed, shortened."""
+def lines_printed(grader):
+    """Yield (first word, line) for the latest lines that the ranks have printed."""
     for line in grader.printed[-N_PRINTED:]:
         yield "printed", shorten(line)
     if len(grader.printed) > N_PRINTED:
@@ -63,30 +73,38 @@ def printed(grader):
 
 
 def mends(number, grader, hint):
-    """Print whether a drill is mended, or a hint -> whether it is. The check that sees the fault is first, unnamed."""
+    """Print whether a drill is mended, or a hint; return whether it is mended.
+
+    The check that sees the fault runs first, under another name, because its own name would be a hint.
+    """
     drill = exercises.drills()[number]
     levels = [checks_of(level, grader) for level in LEVELS]
     print(f"Drill {number}: {drill.title}", flush=True)
-    sees = next(check for check in [*CHECKS_OF_DRILLS, *levels[0][1], *levels[1][1]] if check.name == drill.check)
-    for title, checks in [(REPORTED, [Check("what is reported", sees.function)]), *levels]:
+    every_check = [*CHECKS_OF_DRILLS, *levels[0][1], *levels[1][1]]
+    sees_fault = next(check.function for check in every_check if check.name == drill.check)
+    for title, checks in [(REPORTED, [Check("the fault", sees_fault)]), *levels]:
         print(f"  {title} …", flush=True)
         for check in checks:
             outcome = grader.outcome(check)
             if isinstance(outcome, Wrong):
-                say(("not yet", ""), *(hints(drill, outcome, hint) if title == REPORTED else [
-                    ("report", "what it tells of is gone, and another check fails"), ("check", check.name),
-                    *outcome.lines]))
+                lines = [("report", "the fault is gone, and another check fails"), ("check", check.name),
+                         *outcome.lines]
+                if title == REPORTED:
+                    lines = hints(drill, outcome, hint)
+                say(("not yet", ""), *lines)
                 return False
     print(f"ok drill {number}: mended\n\n{drill.answer}")
     return True
 
 
 def hints(drill, wrong, hint):
-    """Return (what, line) of a drill that isn't mended, and no cause."""
+    """Return [(first word, line), …] about a drill that isn't mended. The likely cause stays hidden."""
     lines = [("report", drill.report)]
     if hint >= 2:
-        came = [(what, re.sub(r" \(\S+:\d+\)", "", line)) for what, line in wrong.lines if what != "cause"]
-        lines += [("check", drill.check), *(pair for pair in came if not pair[1].startswith("in "))]
+        lines.append(("check", drill.check))
+        for word, line in wrong.lines:
+            if word != "cause" and not line.startswith("in "):  # a line "in mine.py:31" would show the place
+                lines.append((word, re.sub(r" \(\S+:\d+\)", "", line)))  # and so would "(mine.py:31)"
     if hint >= 3:
         return [*lines, ("state", drill.state)]
     shown = "the state to look at" if hint == 2 else "the check that sees it"
@@ -94,7 +112,7 @@ def hints(drill, wrong, hint):
 
 
 def what_next(grader, left_out=""):
-    """Return what a learner does after a right verdict: grade the level that was `left_out`, or go on."""
+    """Return the next thing to do after a right verdict: grade the level that was `left_out`, or go on."""
     package = grader.package
     number = exercises.number_of_drill(package)
     stage = grader.facts.exercise_of
@@ -114,15 +132,18 @@ def what_next(grader, left_out=""):
 
 
 def grade(grader, args):
-    """Print the verdict -> whether everything that was asked for has passed; None where level 2 has not begun."""
+    """Print the verdict; return whether all levels that were asked for have passed.
+
+    Return None if level 1 has, and the class hasn't the methods of level 2 yet.
+    """
     try:
         facts = grader.facts
     except Wrong as wrong:
-        came = " ".join(line for what, line in wrong.lines if what in ("came", ""))
+        came = " ".join(line for word, line in wrong.lines if word in ("came", ""))  # "" begins a second line
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
     number = exercises.number_of_drill(grader.package)
-    last = 3 if facts.is_whole else 2
+    last = 3 if facts.is_whole else 2  # level
     levels = list(range(1, min(args.levels, last) + 1))
     if grader.package.endswith(f".{RING}"):
         levels = [RING]
@@ -141,6 +162,7 @@ def grade(grader, args):
             if not is_right:
                 break
     if is_right and not args.only:
-        left_out = levels[-1] + 1 if levels[-1] in range(last) else ""
+        is_level_left_out = levels != [RING] and levels[-1] < last
+        left_out = levels[-1] + 1 if is_level_left_out else ""
         say(("", ""), ("next", what_next(grader, left_out)))
     return is_right

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def exchange(sent, received):
-    """Send `sent` to the next rank, and fill `received` from the rank before; (n,) each, and not the same memory."""
+    """Send `sent` to the next rank, and fill `received` from the rank before. Both are (n,), in different memory."""
     rank, d = dist.get_rank(), dist.get_world_size()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, (rank + 1) % d),
                                         dist.P2POp(dist.irecv, received, (rank - 1) % d)]):
@@ -16,7 +16,7 @@ def exchange(sent, received):
 
 
 def reduce_scatter(parts):
-    """Return the sum over the ranks of the part that this rank owns, (n,). parts: (d, n), this rank's; they stay."""
+    """Return the part (n,) that this rank owns, summed over the ranks. parts: (d, n) of this rank, left unchanged."""
     rank, d = dist.get_rank(), dist.get_world_size()
     total = parts[(rank - 1) % d]
     for turn in range(1, d):
@@ -27,7 +27,7 @@ def reduce_scatter(parts):
 
 
 def all_gather(part):
-    """Return the parts of all ranks, (d, n). part: (n,), this rank's."""
+    """Return the parts of all ranks (d, n). part: (n,) of this rank."""
     rank, d = dist.get_rank(), dist.get_world_size()
     gathered = part.new_empty(d, len(part))
     gathered[rank] = part

@@ -1,4 +1,4 @@
-"""The training runs by which a package is graded, and what a rank sees of them."""
+"""Describes the training runs by which a package is graded, and notes what a rank sees of them."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ OTHER_SEED = 100  # of a model that is loaded
 FIRST_DROPPED = 100  # the number of the first batch whose gradients are dropped
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": LR}),
-    # eps is as large as many of the gradients: another eps would be seen.
+    # eps is as large as many of the gradients, so that another eps gives other parameters.
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 0.01, "foreach": False})}
 
 
@@ -34,22 +34,22 @@ class Run:
     optimizer: str = "SGD"
     steps: int = 3
     groups: bool = False  # three: the last bias, the matrices, the other biases, with an lr and a decay of their own
-    schedule: str = ""  # "lr": it falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
+    schedule: str = ""  # "lr": the lr falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
     micro_batches: int = 1
     no_sync: bool = False
     max_norms: tuple = ()  # of each step
-    resume: bool = False  # after two steps: save, and go on in another model with another optimizer
+    resume: bool = False  # saves after two steps, and goes on in another model with another optimizer
     prefetch: bool = False  # parameters arrive in the next forward pass, and rank 1 sends its own late
-    zeroes: bool = True  # zero_grad() after a step
-    discards: bool = False  # before each step zero_grad() drops a backward pass: to zeros, to None, to zeros, …
+    zeroes: bool = True  # calls zero_grad() after a step
+    discards: bool = False  # drops a backward pass before each step by zero_grad(): to zeros, to None, to zeros, …
     unused: bool = False  # a parameter that one rank uses in two of three steps, and one that no rank ever uses
     thaws: bool = False  # the first layer is frozen when the optimizer is built, and trained from the first step on
     strides: bool = False  # matrices are transposed in memory
     reloads: bool = False  # other values are loaded into the model after the constructor
     dtype: torch.dtype = torch.float32
     sizes: tuple = (7, 11, 5, 7)  # of layers
-    counts_memory: bool = False  # and keeps parameters only at the end, because copies would be counted
-    settles: bool = False  # parameters are kept a while after the last step: whatever is late has come
+    counts_memory: bool = False  # and copies the parameters only at the end, because copies would be counted
+    settles: bool = False  # copies the parameters some time after the last step, when late messages have arrived
     without_rank_0: bool = False  # the other ranks train in a process group of their own
 
     def model(self, seed):
@@ -80,7 +80,8 @@ class Run:
     def params(self, model):
         if not self.groups:
             return model.parameters()
-        matrices, biases = ([param for param in model.parameters() if param.dim() == dim] for dim in (2, 1))
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        biases = [param for param in model.parameters() if param.dim() == 1]
         return [{"params": biases[-1:], "lr": 0.05, "weight_decay": 0.5},
                 {"params": matrices, "lr": 0.02, "weight_decay": 0.2},
                 {"params": biases[:-1], "lr": 0.03, "weight_decay": 0.0}]
@@ -110,27 +111,27 @@ class Run:
 
 @dataclass
 class Seen:
-    """Holds what a Run shows on a rank."""
-    snapshots: list = field(default_factory=list)  # (numel,) after the constructor, and after each step
-    norms: list = field(default_factory=list)  # what clip_grad_norm_ has returned
-    inner: SimpleNamespace = None  # at the inner optimizer's first step: model, own, grads
+    """Holds the observations of a Run on a rank."""
+    snapshots: list = field(default_factory=list)  # all parameters (numel,) after the constructor, and after each step
+    norms: list = field(default_factory=list)  # that clip_grad_norm_ has returned
+    inner: SimpleNamespace = None  # after the inner optimizer's first step: model, own and grads, flat; None: no step
     n_in_no_sync: int = 0  # collectives
-    entries: list = ()  # of the last step, with its forward and backward pass
-    n_in_backward: int = 0  # how many of them
-    n_in_flight: int = 0  # how many of them nobody had waited for when the last gradient was computed
-    after_inner: list = ()  # collectives that began after the inner optimizer had stepped
-    first_layer_waited: list = ()  # for each of these of the step before, whether the first layer has waited
-    never_awaited: list = ()  # collectives for whose result nobody has waited when the step ends
+    entries: list = ()  # collectives of the last step, with its forward and backward pass
+    n_in_backward: int = 0  # how many of `entries` began in the forward or backward pass
+    n_in_flight: int = 0  # how many of `entries` nobody had waited for when the last gradient was computed
+    after_inner: list = ()  # collectives that began after the inner optimizer's step
+    first_layer_waited: list = ()  # for each of `after_inner` in the step before, whether the first layer has waited
+    never_awaited: list = ()  # collectives whose results nobody has waited for when the step ends
     n_state: int = 0  # elements of AdamW's moments on this rank that aren't 0
     held: float = 0  # bytes of all tensors
     draws: bool = False  # whether a step changed the state of random number generators
 
 
 class Training:
-    """Trains as a Run says, on one rank, and notes in `seen` what it sees.
+    """Trains as a Run says, on one rank, and notes observations in `seen`.
 
-    candidate: the class that is graded, the rank, and the ledger's entries, as grade/on_ranks.py makes it.
-    ranks: those whose mean loss is trained on. factor: (step, micro-batch) -> what scales its gradients.
+    candidate: has the class that is graded, the rank, and the ledger's entries; grade/on_ranks.py makes it.
+    ranks: the ranks whose mean loss is trained on. factor: (step, micro-batch) -> factor of the loss.
     """
 
     def __init__(self, candidate, run, ranks, factor):
@@ -141,9 +142,9 @@ class Training:
         self.entries = candidate.entries
         self.seen = Seen()
         self.stepped = set()  # optimizers of torch
-        self.step_start = 0  # the index in `entries` of this step's first collective
-        self.backward_stop = 0  # and of the first one after its backward passes
-        self.inner_step_start = None  # the index of the inner optimizer's step; None: not yet
+        self.step_start = 0  # index in `entries` of this step's first collective
+        self.backward_stop = 0  # index of the first collective after this step's backward passes
+        self.inner_step_start = None  # index of the first collective after the inner optimizer's step; None: not yet
 
     def begin(self, seed):
         run = self.run
@@ -165,7 +166,7 @@ class Training:
             model[0].register_forward_hook(self.note_first_layer)
         if run.counts_memory:
             for param in model.parameters():
-                if param.requires_grad:  # an optimizer may freeze some
+                if param.requires_grad:  # an optimizer may have frozen some
                     param.register_hook(self.note_gradient)
 
     def backward(self, number, factor=1.0):
@@ -265,7 +266,7 @@ class Training:
 
 
 def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
-    """Train on the mean loss of `ranks`, by default of this rank. `factor` scales gradients. Returns Seen."""
+    """Train on the mean loss of `ranks`, by default of this rank. Returns Seen. `factor`: see Training."""
     if run.without_rank_0:
         group = dist.new_group(range(1, dist.get_world_size()))
         if candidate.rank == 0:
@@ -293,7 +294,7 @@ def flat(params):
 
 
 def random_states():
-    """Return what the generators of torch and of Python will draw from."""
+    """Return the states of the random generators of torch and of Python."""
     return torch.get_rng_state().tolist(), random.getstate()
 
 

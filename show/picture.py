@@ -1,7 +1,7 @@
-"""An SVG that plays as an image, without a script: words, bars and cells, and the seconds in which each is seen.
+"""Draws an SVG that plays as an image, without a script: words, bars and cells, each visible for some seconds.
 
-Where motion is off, the picture stands still at the second `still`. An image can't know which theme GitHub shows, so
-there are two files of each: light and dark. Colours, stripes and cells.css are the page's, too.
+If a reader's system has motion off, the picture shows the second `still`. An image can't know which theme GitHub shows,
+so each picture has two files, light and dark. The page uses the same colours, stripes and cells.css.
 """
 
 from html import escape
@@ -15,18 +15,20 @@ THEMES = {
         "--params:#7b3fb5",
     "_dark": "--paper:#0d1117;--ink:#e8eaed;--soft:#a9afb9;--line:#3a3f47;--garbage:#3d434c;--bad:#ff7b86;"
              "--grads:#4fd39a;--params:#c59af2"}
-STRIPES = {  # of a kind of cell: size, turn and width in pixels; opacity of what is between them
+STRIPES = {  # kind of cell -> (pixels from stripe to stripe, degrees, pixels of a stripe, opacity between stripes)
     "gradient": (5, 45, 2.5, 0.3), "share": (3, 45, 0.7, 0.12), "moment": (4, 90, 1.5, 0.25)}
-KINDS = {"gradient": "gradient", "share": "gradient ÷ 4", "average": "average", "old": "old", "stale": "awaited",
-         "new": "new", "moment": "moment", "garbage": "garbage", "padding": "padding"}  # in the legend
+KINDS = {  # kind of cell -> its words in the legend
+    "gradient": "gradient", "share": "gradient ÷ 4", "average": "average", "old": "old", "stale": "awaited",
+    "new": "new", "moment": "moment", "garbage": "garbage", "padding": "padding"}
 SENT_DIRECTLY = "Drawn as direct sends, one by one. NCCL's ring sends as many bytes."
-HIDDEN, SEEN = "opacity:0", "opacity:1"
+HIDDEN = "opacity:0"  # this style and the next three are steps of keyframes
+SEEN = "opacity:1"
 LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
 LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
 
 
 class Cell(NamedTuple):
-    """Gradients and moments are striped, averages solid; new parameters are solid, with a border."""
+    """A cell of memory, drawn by its kind: gradients and moments have stripes, new parameters a border."""
     kind: str
     owner: int  # -1: every rank
     x: int
@@ -37,7 +39,7 @@ class Cell(NamedTuple):
 
 
 class Picture:
-    """What is added is seen from one second to another, and perhaps again; and always where none is given."""
+    """Holds shapes, each with the spans of seconds in which it is visible. A shape without a span is always visible."""
 
     def __init__(self, title, width, seconds, still):
         self.title = title
@@ -45,10 +47,11 @@ class Picture:
         self.height = 0
         self.seconds = seconds
         self.still = still
-        self.spans = {}  # text of a shape, or Cell -> (from, to), …
-        self.flights = {}  # seconds from, to, and seen until; x and y of the way -> Cells
+        self.spans = {}  # shape (text of SVG, or a Cell) -> [(start, stop), …]
+        self.flights = {}  # (start, stop, until, dx, dy), as in fly() -> Cells
 
     def add(self, shape, start=0, stop=None):
+        """Add a shape that is visible from second `start` to `stop`. A span from the last one's end on prolongs it."""
         spans = self.spans.setdefault(shape, [])
         if spans and spans[-1][1] == start:
             start, _ = spans.pop()
@@ -61,16 +64,18 @@ class Picture:
         self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>', *span)
 
     def fly(self, cell, dx, dy, start, stop, until=None):
-        """Add a cell that moves by (dx, dy) from where it is drawn, and is seen on its way, and there `until` later."""
+        """Add a cell that moves by (dx, dy) from second `start` to `stop`, and is visible from `start` to `until`."""
         self.flights.setdefault((start, stop, until or stop, dx, dy), []).append(cell)
 
     def legend(self, x, y):
-        """Draw an example of each kind of cell, and end the picture."""
-        kinds = {shape.kind for shape in self.spans if isinstance(shape, Cell)}
-        for kind in filter(kinds.__contains__, KINDS):
-            width = 29 + sum(9 if letter in "mw" else 6 for letter in KINDS[kind])
+        """Draw an example of each kind of cell, and set the height of the picture, whose last lines these are."""
+        kinds_drawn = {shape.kind for shape in self.spans if isinstance(shape, Cell)}
+        for kind in [kind for kind in KINDS if kind in kinds_drawn]:
+            words_width = sum(9 if letter in "mw" else 6 for letter in KINDS[kind])  # an estimate
+            width = words_width + 29
             if x + width > self.width:
-                x, y = 8, y + 17
+                x = 8
+                y += 17
             self.add(Cell(kind, 0, x, y, 16, 13))
             self.text(x + 19, y + 10, KINDS[kind], "soft")
             x += width
@@ -78,20 +83,25 @@ class Picture:
         self.height = y + 36
 
     def keyframes(self, name, steps):
-        """Return the rule of what changes at once. steps: {second: how it is from then on}."""
+        """Return the CSS of an animation whose style changes at once. steps: {second: style from then on}."""
         frames = "".join(f"{100 * second / self.seconds:.4g}%{{{style}}}" for second, style in steps.items())
         return f"@keyframes {name}{{{frames}}}.{name}{{animation:{name} {self.seconds:g}s step-end infinite}}"
 
     def svg(self, theme):
-        groups, rules, body = {}, {}, []
+        groups = {}  # (whether they are texts, *spans) -> shapes
+        rules = {}  # name of an animation -> its steps
+        body = []
         for shape, spans in self.spans.items():
-            groups.setdefault((str(shape).startswith("<text"), *spans), []).append(shape)
-        for (_, *spans), shapes in sorted(groups.items(), key=lambda group: group[0][0]):  # words on top of all else
+            is_text = str(shape).startswith("<text")
+            groups.setdefault((is_text, *spans), []).append(shape)
+        for (_, *spans), shapes in sorted(groups.items(), key=lambda group: group[0][0]):  # texts last: they lie on top
             name = f"s{len(rules)}"
             is_still = any(start <= self.still < stop for start, stop in spans)
-            rules[name] = {0: HIDDEN} | {second: style for span in spans for second, style in zip(span, (SEEN, HIDDEN))}
+            rules[name] = {0: HIDDEN}
+            for start, stop in spans:
+                rules[name] |= {start: SEEN, stop: HIDDEN}
             body.append(f'<g class="{name}" opacity="{is_still:d}">{drawn(shapes)}</g>')
-        for (start, stop, until, dx, dy), cells in self.flights.items():
+        for (start, stop, until, dx, dy), cells in self.flights.items():  # flights at the same seconds share a rule
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
             rules[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
             followed = " followed" if any(cell.words for cell in cells) else ""
@@ -104,16 +114,17 @@ class Picture:
 
 
 def spans(history, end):
-    """Return (what, from, to) of each part. history: (second, what there is from then on), …"""
+    """Return [(part, start, stop), …]. history: [(start, part), …], where each part lasts until the next, or `end`."""
     return [(part, start, stop) for (start, part), (stop, _) in pairwise([*history, (end, None)])]
 
 
 def drawn(shapes):
-    """Return shapes as text; of Cells that look alike one path, and their words."""
+    """Return shapes as SVG: first those that are text, then for Cells that look alike one path and their words."""
+    groups = [shape for shape in shapes if isinstance(shape, str)]
     looks = {}
-    for shape in shapes:
-        looks.setdefault((shape.kind, shape.owner) if isinstance(shape, Cell) else None, []).append(shape)
-    groups = ["".join(looks.pop(None, []))]
+    for cell in shapes:
+        if isinstance(cell, Cell):
+            looks.setdefault((cell.kind, cell.owner), []).append(cell)
     for (kind, owner), cells in looks.items():
         words = "".join(f'<text x="{cell.x + cell.width // 2}" y="{cell.y + cell.height - 5}">{cell.words}</text>'
                         for cell in cells if cell.words)
@@ -123,9 +134,13 @@ def drawn(shapes):
 
 
 def patterns(n_owners=4):
-    """Return the stripes, in the colour of each owner."""
-    return "<defs>" + "".join(
-        f'<pattern id="{kind}{owner}" class="o{owner}" width="{size}" height="{size}" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate({turn})"><path d="M0 0h9v9h-9z" class="paper"/><path d="M0 0h9v9h-9z" class="own" '
-        f'fill-opacity="{below}"/><path d="M0 0h{wide}v9h-{wide}z" class="own"/></pattern>'
-        for owner in range(-1, n_owners) for kind, (size, turn, wide, below) in STRIPES.items()) + "</defs>"
+    """Return the stripes of each kind of cell, in the colour of each owner."""
+    found = []
+    for owner in range(-1, n_owners):
+        for kind, (size, degrees, width, opacity) in STRIPES.items():
+            found.append(
+                f'<pattern id="{kind}{owner}" class="o{owner}" width="{size}" height="{size}" patternUnits='
+                f'"userSpaceOnUse" patternTransform="rotate({degrees})"><path d="M0 0h9v9h-9z" class="paper"/><path d="'
+                f'M0 0h9v9h-9z" class="own" fill-opacity="{opacity}"/><path d="M0 0h{width}v9h-{width}z" class="own"/>'
+                '</pattern>')
+    return f"<defs>{''.join(found)}</defs>"

@@ -1,4 +1,4 @@
-"""What the tests share: a model that is awkward to shard, data, and the reference that does it all in one process."""
+"""Holds what the tests share: a model that is awkward to shard, data, and the decorator `on_ranks`."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 
 def optimizer_of(stage):
-    """The DistributedOptimizer of the package called `stage`."""
+    """Return the DistributedOptimizer of the package `stage`."""
     package = importlib.import_module(stage)
     if not hasattr(package, "DistributedOptimizer"):
         package = importlib.import_module(f"{stage}.optimizer")
@@ -35,7 +35,7 @@ def optimizer_of(stage):
 
 
 class Net(nn.Module):
-    """Tied, frozen, scalar and odd-sized parameters: 208 elements to train, in pieces of 1, 5, 11, 35 and 55."""
+    """A model with tied, frozen, scalar and odd-sized parameters: 208 elements to train, 1, 5, 11, 35 or 55 in each."""
 
     def __init__(self, seed, frozen_seed=0):
         super().__init__()
@@ -63,7 +63,7 @@ def trainable(model):
 
 
 def on_its_device(function):
-    """What `function(rank, ...)` makes without saying where, it makes on the rank's device."""
+    """Let `function(rank, ...)` make tensors on the rank's device, unless it names another one."""
     @functools.wraps(function)
     def wrapper(rank, *args, **kwargs):
         with rank.device if rank.device.type != "cpu" else contextlib.nullcontext():
@@ -72,13 +72,13 @@ def on_its_device(function):
 
 
 def of_cpus(rank):
-    """-> the same rank with the CPU for a device, and a group of gloo: for tests of when a CPU does what."""
+    """Return the same rank with the CPU as its device, and a group of gloo, for tests of a CPU's order of events."""
     group = None if rank.backend == "gloo" else dist.new_group(backend="gloo")
     return rank._replace(device=torch.device("cpu"), backend="gloo"), group
 
 
 def batch(step, rank, size=4, device=None):
-    """-> x, y: (size, 7) each; the same for the same step and rank, another one for every other."""
+    """Return [x, y], (size, 7) each. Each step and rank has a batch of its own, the same in every call."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     device = device or torch.get_default_device()
     return [torch.randn(size, 7, generator=generator, device="cpu").to(device) for _ in range(2)]
@@ -88,17 +88,17 @@ def loss_of(model, x, y):
     return F.mse_loss(model(x), y)
 
 
-one_rank_of = rank_0_of  # of d: the real code runs, and nothing is sent
+one_rank_of = rank_0_of  # plays rank 0 of d: the real code runs, and nothing is sent
 
 
 # ------------------------------------------------------------------------------------- how a test of stages is written
 
 
 def on_ranks(*world_sizes, **situations):
-    """The test below runs on each rank: its first argument. Without world sizes it is as any test that takes one.
+    """Run the decorated test on each rank, which is its first argument. Without world sizes conftest.py gives them.
 
-    `situations`: argument -> its values. All combinations are played one after the other in one test, since each takes
-    a moment, and a failure names its own.
+    `situations`: {argument: its values}. One test plays all combinations one after the other, because each takes a
+    moment; a failure names its combination.
     """
     if world_sizes and callable(world_sizes[0]):  # @on_ranks without brackets
         return on_ranks()(world_sizes[0])
@@ -127,10 +127,10 @@ def play_situations(rank, module, name, kwargs):
 
 
 def in_groups_of_its_own(rank, function, *args, **kwargs):
-    """Call `function(rank, ...)`, and end all process groups that it has made: an idle one wakes 77 times a second.
+    """Call `function(rank, ...)`, and end all process groups that it has made: an idle group wakes 77 times a second.
 
-    Whoever caches a group does so for as long as the group of all ranks lives. So that one ends, too, and the ranks
-    meet anew. A rank may have made a group that another has not: they agree.
+    Caches keep a group as long as the group of all ranks lives. So that group ends, too, and the ranks meet anew. The
+    ranks agree on this, because one may have made a group that another has not.
     """
     result = function(rank, *args, **kwargs)
     n_groups = torch.tensor(len(dist.distributed_c10d._world.pg_map), device=rank.device)
@@ -140,12 +140,12 @@ def in_groups_of_its_own(rank, function, *args, **kwargs):
     return result
 
 
-@functools.cache  # until the ranks meet anew: a rank that made another one would wait for the others
+@functools.cache  # until the ranks meet anew: if one rank made a mesh again, it would wait for the others
 def mesh_of(device_type, shape, names=None):
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-N_MEETINGS = itertools.count()  # the store still has the addresses of the groups that have ended
+N_MEETINGS = itertools.count()  # a prefix for each, because the store still has the addresses of ended groups
 
 
 def meet_anew(rank):
@@ -154,8 +154,9 @@ def meet_anew(rank):
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     dist.destroy_process_group()
-    # A group has threads until its last reference has gone. A bare core has one, and is in a cycle that no garbage
-    # collector sees: a parameter has a hook of the core, which has the parameter. Caches of torch keep meshes.
+    # A group has threads until its last reference is gone. A bare core has a reference, and is in a cycle that the
+    # garbage collector doesn't see: a parameter has a hook of the core, which has the parameter. Caches of torch keep
+    # meshes.
     for found in gc.get_objects():
         if issubclass(type(found), nn.Parameter):
             (found._post_accumulate_grad_hooks or {}).clear()
@@ -166,18 +167,18 @@ def meet_anew(rank):
     drops.UNDER_WAY.clear()  # messages of stage 4's optimizers that a test has dropped
     gc.collect()
     gc.freeze()  # the next collection is quick
-    place = rank.rank, rank.world_size
-    join(*place, *place, 300, dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store))
+    store = dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store)
+    join(rank.number, rank.world_size, rank.number, rank.world_size, 300, store)  # as if all ranks were on one host
 
 
 def no_sync_if(optimizer, condition):
-    """-> the context no_sync() of the optimizer, or one that does nothing."""
+    """Return the optimizer's no_sync() if `condition`, or a context that does nothing."""
     return optimizer.no_sync() if condition else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def situation(name):
-    """One of several in a test: an error says in which it came."""
+    """Name the situation in the error of a test that plays several."""
     try:
         yield
     except Exception as error:
@@ -185,7 +186,7 @@ def situation(name):
 
 
 def error_of(function, *exceptions):
-    """-> the message of the error that `function` must raise: one line."""
+    """Return the message of the error that `function` must raise, which must be one line."""
     exceptions = exceptions or (RuntimeError,)
     try:
         function()

@@ -1,16 +1,17 @@
-"""A model that all ranks train, beside one process that has all data: how most tests of the stages begin."""
+"""Trains a model on all ranks, and beside them on one process that has all data: most tests of the stages do so."""
 
 import torch
 from torch import nn
 
 from tests.common import Net, batch, loss_of, optimizer_of, trainable
 
-# torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently: a parameter cut
-# elsewhere than at a multiple of 64 bytes is then not what the whole one would be. Unfused, all are rounded alike.
+# torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently. So a parameter
+# that is cut elsewhere than at a multiple of 64 bytes gets other last bits than a whole one. Unfused kernels round all
+# elements alike.
 UNFUSED = {"foreach": False}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, **UNFUSED}
 SGD = {"lr": 0.1, "momentum": 0.9}
-SMALL = {"bucket_cap_mb": 1e-6}  # stage 4: each parameter is a bucket
+SMALL = {"bucket_cap_mb": 1e-6}  # for stage 4: each parameter is a bucket
 
 
 def parameter_of(value, rank, n=5):
@@ -18,12 +19,12 @@ def parameter_of(value, rank, n=5):
 
 
 def sgd_of(stage, params, **kwargs):
-    """A step of it subtracts the mean gradient."""
+    """Return an optimizer of `stage` whose step subtracts the mean gradient."""
     return optimizer_of(stage)(params, torch.optim.SGD, lr=1.0, **kwargs)
 
 
 class WhenAsked:
-    """Works that begin when somebody waits for them."""
+    """Looks like a Work, but calls `start`, which returns Works, only when somebody waits."""
 
     def __init__(self, start):
         self.start = start
@@ -38,23 +39,27 @@ class WhenAsked:
 
 
 def deliver_when_asked(optimizer):
-    """Parameters of stage 4 arrive when somebody waits for them, not before: who reads them early reads old ones."""
-    transport = optimizer.buckets[0].transport  # of all buckets
+    """Let parameters of stage 4 arrive only when a program waits for them: read earlier, they are the old ones."""
+    transport = optimizer.buckets[0].transport  # all buckets share it
     all_gather = transport.all_gather
     transport.all_gather = lambda shards: [WhenAsked(lambda: all_gather(shards))]
 
 
 def add(total, grad, dtype=None):
-    """In `dtype`, or in the gradients' own. Either may be None."""
-    grad = grad if grad is None or dtype is None else grad.to(dtype)
-    return grad if total is None else total if grad is None else total + grad
+    """Return total + grad, where None counts as 0. dtype: of `grad` before it is added; None: its own."""
+    if grad is None:
+        return total
+    if dtype is not None:
+        grad = grad.to(dtype)
+    return grad if total is None else total + grad
 
 
 class Replicated:
-    """What one process does with the batches of all ranks: the reference. Weights are those of rank 0.
+    """Trains in one process, from rank 0's weights, with the batches of all ranks: the reference for the stages.
 
-    Parameters of 16 bits have main parameters, in fp32, which are stepped: what they are rounded to is the model's.
-    `net`: seed -> the model. `grad_dtype`: in which gradients add up on a rank. `sum_dtype`: in which ranks average.
+    A 16-bit parameter has a main parameter in fp32: the optimizer updates that, and the model gets it rounded.
+    `net`: seed -> the model. `groups`: model -> what an optimizer takes. `grad_dtype`: in which a rank adds up its
+    micro-batches' gradients. `sum_dtype`: in which the ranks' gradients are averaged.
     """
 
     def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, grad_dtype=None,
@@ -65,31 +70,33 @@ class Replicated:
         self.main = {param: param.detach().float() for param in trainable(self.model) if param.itemsize < 4}
         groups = list(groups(self.model))
         if self.main:
-            groups = [one if isinstance(one, dict) else {"params": [one]} for one in groups]
+            groups = [item if isinstance(item, dict) else {"params": [item]} for item in groups]
             groups = [{**group, "params": [self.main.get(p, p) for p in group["params"]]} for group in groups]
         self.optimizer = optimizer_cls(groups, **kwargs)
 
     def backward(self, *steps, loss_of=loss_of):
-        """Gradients added up over `steps`, and their average over the ranks, in rank order. -> mean loss"""
-        params, total, means = trainable(self.model), 0, []
+        """Add the gradients of `steps`, averaged over the ranks in their order, to .grad; return the mean loss."""
+        params = trainable(self.model)
+        mean_loss = 0
+        means = [None] * len(params)
         for rank in range(self.world_size):
             sums = [None] * len(params)
             for step in steps:
                 loss = loss_of(self.model, *batch(step, rank, device=self.device))
                 grads = torch.autograd.grad(loss, params, allow_unused=True)
                 sums = [add(old, new, self.grad_dtype) for old, new in zip(sums, grads)]
-                total += loss.detach() / self.world_size
+                mean_loss += loss.detach() / self.world_size
             shares = [None if grad is None else grad.to(self.sum_dtype or grad.dtype) / self.world_size
                       for grad in sums]
-            means = [add(old, new, self.sum_dtype) for old, new in zip(means or [None] * len(params), shares)]
+            means = [add(old, new) for old, new in zip(means, shares)]
         for param, grad in zip(params, means):
             if grad is not None:
                 main = self.main.get(param, param)
                 main.grad = add(main.grad, grad, main.dtype)
-        return total
+        return mean_loss
 
     def step(self, *steps):
-        """-> the loss of `steps`; without any the gradients that are there are stepped."""
+        """Train on `steps`; return their loss. Without steps the optimizer takes .grad as it is."""
         loss = self.backward(*steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -108,15 +115,15 @@ def assert_same(model, reference, exact):
             f"parameter {name} differs by {difference:.3g} from replicated training")
 
 
-def exact(rank):
-    """Sums over two ranks commute. Over three or more their order depends on the layout: equal up to rounding."""
+def sums_commute(rank):
+    """Return whether sums over the ranks have the same bits in any order: over three or more ranks they haven't."""
     return rank.world_size <= 2
 
 
 def backward(model, rank, *steps, loss_of=loss_of):
-    """Gradients of this rank's batches add up. -> the last loss"""
+    """Add up the gradients of this rank's batches; return the loss of the last one."""
     for step in steps:
-        loss = loss_of(model, *batch(step, rank.rank, device=rank.device))
+        loss = loss_of(model, *batch(step, rank.number, device=rank.device))
         loss.backward()
     return loss
 
@@ -129,16 +136,18 @@ def train(model, optimizer, rank, *steps):
 
 
 class Pair:
-    """A model that all ranks train with the optimizer of `stage`, and beside it one that a process trains alone.
+    """Holds a model that all ranks train with the optimizer of `stage`, and a copy that each process trains alone.
 
-    `own`: arguments that the stage's optimizer alone has, `rounds`: that Replicated alone has. `of`: stage -> a class.
-    What is called here is called of both.
+    A method calls both optimizers. `kwargs`: arguments of both, ADAMW without any. `own`: arguments of the stage's
+    optimizer alone. `rounds`: arguments of Replicated alone. `seeds`: arguments of `net` on this rank. `of`: stage ->
+    class of the optimizer.
     """
 
     def __init__(self, rank, stage, optimizer_cls=torch.optim.AdamW, groups=trainable, seeds=None, net=Net, own=None,
                  rounds=None, prefetch=False, of=optimizer_of, **kwargs):
-        self.rank, kwargs = rank, kwargs or ADAMW
-        self.model = net(*seeds or [rank.rank]).to(rank.device)  # the constructor broadcasts what rank 0 has
+        self.rank = rank
+        kwargs = kwargs or ADAMW
+        self.model = net(*seeds or [rank.number]).to(rank.device)  # the constructor below broadcasts rank 0's
         self.replicated = Replicated(rank, optimizer_cls, groups, net, **rounds or {}, **kwargs)
         self.optimizer = of(stage)(groups(self.model), optimizer_cls, **own or {}, **kwargs)
         if prefetch:
@@ -154,7 +163,7 @@ class Pair:
         self.replicated.backward(*steps, loss_of=loss_of)
 
     def clip(self, max_norm, norm_type=2.0, rtol=1e-5):
-        """-> the norm, which is the same of both."""
+        """Clip both models' gradients; return their norm, which must be the same."""
         norm = self.optimizer.clip_grad_norm_(max_norm, norm_type)
         main = [self.replicated.main.get(param, param) for param in trainable(self.replicated.model)]
         expected = nn.utils.clip_grad_norm_(main, max_norm, norm_type)
@@ -172,4 +181,4 @@ class Pair:
             self.step()
 
     def assert_same(self, is_exact=True):
-        assert_same(*self.models, is_exact and exact(self.rank))
+        assert_same(*self.models, is_exact and sums_commute(self.rank))

@@ -1,4 +1,4 @@
-"""Measures rows, from the process that started the ranks: each is checked and counted, then all are timed in turn."""
+"""Measures rows, from the process that started the ranks: checks and counts each row, then times all in turn."""
 
 import math
 import statistics
@@ -13,9 +13,9 @@ from harness.training.rows import RowId
 
 @dataclass
 class Row:
-    """What was measured of one row. A row with an `error` has no times.
+    """Holds the measurements of one row. A row with an `error` has no times.
 
-    `is_wrong`: it computes something else than it should. `step`: a RecordedStep of rank 0, where one was recorded.
+    `is_wrong`: whether its parameters differ from the reference's, or have not moved. `step`: a RecordedStep of rank 0.
     """
     row_id: RowId
     error: str | None = None
@@ -23,7 +23,7 @@ class Row:
     rounds_ms: list = field(default_factory=list)  # of a steady step, by round
     drain_ms: list = field(default_factory=list)  # after the last step of a round
     examined: examine.Examined | None = None  # over all ranks
-    exposed_ms: float | None = None  # on the rank with most
+    exposed_ms: float | None = None  # on the rank that has most
     step: object = None
 
     @property
@@ -36,7 +36,7 @@ class Row:
         return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
 
     def over(self, other):
-        """Return this row's time over the other's; None where one has no times."""
+        """Return this row's time over the other row's; None if a row has no times."""
         return ratio(self.rounds_ms, other.rounds_ms) if other else None
 
     def fail(self, reason, is_wrong=False):
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass
 class Rows:
-    """Measured rows, how they were trained, and on what."""
+    """Holds measured rows, with the settings and the machine of the measurement."""
     settings: examine.Settings
     conditions: examine.Conditions
     world_size: int
@@ -67,11 +67,11 @@ class Rows:
         return [f"{row.row_id.name}: {row.error}" for row in self.rows if row.error]
 
     def is_wrong(self):
-        """Return whether a stage has failed, or any row computes something else than it should: exit code 1."""
+        """Return whether a program exits with 1: a stage has failed, or any row is wrong."""
         return any(row.error and (row.configuration.kind != "peer" or row.is_wrong) for row in self.rows)
 
     def words(self, hosts=""):
-        """Write ranks, model, batch and rounds. `hosts`: words behind the ranks."""
+        """Return ranks, model, batch and rounds in words. `hosts`: words behind the ranks."""
         settings = self.settings
         dtypes = " and ".join(dict.fromkeys(row.configuration.dtype for row in self.rows))
         return " · ".join([
@@ -81,16 +81,16 @@ class Rows:
 
 
 def rounds(settings):
-    """Write how often rows were timed."""
+    """Return in words how often rows were timed."""
     return f"{settings.rounds} round(s) of {settings.steps} steps"
 
 
 def measure_rows(workers, settings, row_ids, progress=lambda text: None, after_round=lambda measured: None):
     """Measure rows of the catalogue, a list of RowIds. Returns Rows.
 
-    A row that fails, that differs from its reference by more than the tolerance, or whose weights never moved, has an
-    `error` that says so, and no times. `progress(text)` is called before each of the `n_runs(settings, row_ids)` runs,
-    and `after_round(Rows)` when all rows were timed once more.
+    A row gets an `error`, and no times, if it fails, if it differs from its reference by more than the tolerance, or if
+    its weights never move. `progress(text)` is called before each of the `n_runs(settings, row_ids)` runs, and
+    `after_round(Rows)` after each round.
     """
     conditions = on_rank_0(workers, examine.describe, settings)
     rows = []
@@ -113,7 +113,7 @@ def n_runs(settings, row_ids):
 
 
 def check(workers, settings, row_id):
-    """Check and count a row. Returns a Row without times."""
+    """Check a row, and count its bytes. Returns a Row without times."""
     row = Row(row_id)
     try:
         row.examined = over_ranks(workers.run(examine.examine, settings, row_id))
@@ -122,7 +122,7 @@ def check(workers, settings, row_id):
         return row
     configuration = row.configuration
     allowed = examine.tolerance(workers.world_size)
-    if configuration.kind == "floor":  # it sees the data of its own rank only, so no other row agrees with it
+    if configuration.kind == "floor":  # trains on the data of its own rank alone, so it agrees with no other row
         row.examined = row.examined._replace(difference=None)
     elif row.examined.difference > allowed:
         expected = "ddp" if configuration.dtype == "float32" else "replicated training with fp32 copies"
@@ -144,10 +144,10 @@ def time_row(workers, settings, row):
 
 
 def over_ranks(of_ranks):
-    """Combine what each rank knows of a row.
+    """Combine the Examined of each rank into one.
 
-    Bytes in memory are those of the rank that holds most, in each phase. Bytes on the wire and bytes per parameter are
-    means. Collectives are those of rank 0.
+    For each phase, bytes in memory are those of the rank that holds most. Bytes on the wire and bytes per parameter are
+    means over the ranks. Collectives are those of rank 0.
     """
     first = of_ranks[0]
     return first._replace(
@@ -160,12 +160,12 @@ def over_ranks(of_ranks):
 
 
 def counted(row, name):
-    """Return a field of Examined; None of a row that couldn't be examined."""
+    """Return a field of the row's Examined; None if the row couldn't be examined."""
     return getattr(row.examined, name) if row.examined else None
 
 
 def beside_formula(name, mark, unit=1):
-    """Return a function that reads what was counted of a row, with a mark where it differs from the formula."""
+    """Return a function that reads a counted figure of a row, and marks the figure if the formula gives another."""
     def read(row):
         value = counted(row, name)
         theory = counted(row, f"{name}_theory")
@@ -178,7 +178,7 @@ def beside_formula(name, mark, unit=1):
 
 
 def noise_of(measured):
-    """Return how many times as long ddp took when it was timed again, by round."""
+    """Return the time of ddp's second row over that of its first, by round."""
     again = next((row for row in measured.rows if row.configuration.kind == "noise"), None)
     reference = measured.timed(catalogue.REFERENCE)
     if not again or not reference:
@@ -242,7 +242,7 @@ def phases_sheet(measured):
 
 
 def times_sheet(measured):
-    """Make the table of variants' times, each over that of its base. Of a row without a base: ms."""
+    """Make the table of times: a variant's is divided by its base's, that of a row without a base is in ms."""
     def ms(row):
         return f"{row.median_ms:.0f} ms" if row.rounds_ms else None
 

@@ -1,6 +1,6 @@
 """Measures one row, on every rank: whether it is right, what it sends and holds, and how long its step takes.
 
-A row names a way to train (`rows.Configuration`). What is measured of it is put together in every_row.
+A row names a way to train (`rows.Configuration`). every_row.py puts the measurements of all rows together.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
-CHECKED_STEPS = 3  # step 2 is the first with exchanged parameters and moments that aren't zero; 3 runs under the Ledger
+CHECKED_STEPS = 3  # step 2 first has exchanged parameters and moments that aren't zero; step 3 runs under the Ledger
 
 
 class Settings(NamedTuple):
-    """How rows are trained."""
+    """Options of a measurement: how rows are trained."""
     model: str = "tiny"
     batch_size: int = 4  # sequences per rank
     sequence_length: int = 128
@@ -36,11 +36,11 @@ class Settings(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """On what rows were trained. `ranks`: backend, ranks and threads in words. `parameters`: of the model."""
+    """The machine and the model of a measurement. `ranks`: backend, ranks and threads in words."""
     made: Made
     ranks: str
     device: str
-    parameters: int
+    parameters: int  # number of the model's elements
 
 
 def adamw(settings):
@@ -49,16 +49,16 @@ def adamw(settings):
 
 
 def make_model(settings, rank, dtype, starts_apart=False):
-    """Make the same weights on every rank; `starts_apart`: other weights on every rank but 0."""
-    torch.manual_seed(settings.seed + rank.rank if starts_apart else settings.seed)
+    """Make a model with the same weights on every rank, or with other weights on each (`starts_apart`)."""
+    torch.manual_seed(settings.seed + rank.number if starts_apart else settings.seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
 
 
 @functools.lru_cache(maxsize=1)
 def make_batches(settings, rank):
-    """Make as many batches as any measurement takes, in advance: no step's time includes making them."""
+    """Make as many batches as any measurement takes, in advance, so that no timed step makes one."""
     train, _ = corpus.split(corpus.load_bytes(settings.data))
-    batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.rank, rank.world_size,
+    batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
 
@@ -66,7 +66,7 @@ def make_batches(settings, rank):
 def describe(rank, settings):
     """Return the Conditions of a run."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
-    make_batches(settings, rank)  # bad --data fails before anything is measured
+    make_batches(settings, rank)  # so that bad --data fails before the first measurement
     words = f"{rank.backend}, {rank.world_size} rank(s) x {torch.get_num_threads()} thread(s)"
     machine = None
     if rank.device.type == "cuda":
@@ -77,7 +77,7 @@ def describe(rank, settings):
 
 
 def default_model(rank):
-    """Return the name of a model whose step takes long enough to show something on this rank's device."""
+    """Return the name of a model whose step takes long enough on this rank's device to be compared."""
     return "medium" if rank.device.type == "cuda" else "tiny"
 
 
@@ -99,7 +99,7 @@ def tolerance(world_size):
 def reference_params(settings, rank, build, dtype):
     """Return rank 0's parameters before and after CHECKED_STEPS plain steps of the reference, on every rank."""
     model = make_model(settings, rank, dtype)
-    before = [param.detach().clone() for param in model.parameters()]  # one seed: the same on every rank
+    before = [param.detach().clone() for param in model.parameters()]  # the same on every rank, which has one seed
     training = build(model, adamw(settings))
     for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
@@ -110,10 +110,10 @@ def reference_params(settings, rank, build, dtype):
 
 
 class Examined(NamedTuple):
-    """What one rank knows of a row after CHECKED_STEPS steps. Bytes are those of this rank.
+    """One rank's figures of a row after CHECKED_STEPS steps. Bytes are those of this rank.
 
-    `difference`: the largest, of a parameter of any rank from the reference's. `movement`: the largest difference
-    between a parameter and its value before training. `memory_bytes`: by phase, see `count_memory`.
+    `difference`: the largest difference between a parameter of any rank and the reference's. `movement`: the largest
+    difference between a parameter and its value before training. `memory_bytes`: by phase, see `count_memory`.
     """
     difference: float
     movement: float
@@ -127,8 +127,8 @@ class Examined(NamedTuple):
 
 @in_place_of_gloos()
 def examine(rank, settings, row_id):
-    """Train three steps: 1 and 2 under the memory counter, 3 under the ledger. Returns Examined."""
-    # CUDA has faster sums in an order that varies, but two runs must agree to the bit.
+    """Train three steps, 1 and 2 under the memory counter, 3 under the ledger. Returns Examined."""
+    # Two runs must agree to the bit; CUDA's faster sums have an order that varies.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
@@ -220,7 +220,7 @@ def time_warm_steps(rank, step, inputs, finish):
 
 
 def timestamp(device):
-    """Return the time; on a GPU an event, recorded when its queue gets there."""
+    """Return the time, or on a GPU an event that the GPU records when its queue reaches it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -237,16 +237,14 @@ def milliseconds(start, end):
 
 @in_place_of_gloos()
 def time_accumulation(rank, settings, row_id, micro_batches, exchanges_each=False):
-    """Return ms per micro-batch, with one exchange per step, or one for each micro-batch (`exchanges_each`)."""
+    """Return ms per micro-batch. `exchanges_each`: each micro-batch exchanges gradients, and not only the last one."""
     batches = make_batches(settings, rank)
     training = make_training(rank, settings, rows.find(*row_id))
 
     def step(_number):
         for micro in range(micro_batches):
-            is_last = micro == micro_batches - 1
-            sends = exchanges_each or is_last
-            context = contextlib.nullcontext() if sends else training.no_sync()
-            with context:
+            sends = exchanges_each or micro == micro_batches - 1
+            with contextlib.nullcontext() if sends else training.no_sync():
                 training.forward_backward(batches[micro % len(batches)])
         training.update()
         training.zero_grad()

@@ -1,11 +1,11 @@
-"""Records whole steps on a GPU, beside a link that is played: what overlap saves there.
+"""Records whole steps on a GPU, beside a simulated link, and so shows the time that overlap saves there.
 
     python -m harness.measuring.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
 One process plays rank 0 of 8. A collective moves nothing. It occupies a stream of its own, as NCCL's do, for as long as
-its bytes take on a link of the given rate; what computes waits for it where it would wait for NCCL. So one GPU shows
-what 8 GPUs would do, except for what NCCL's kernels take from other kernels: some multiprocessors, and some of the
-memory's rate. Without a GPU the program prints one line.
+its bytes take on a link of the given rate; kernels wait for it where they would wait for NCCL. So one GPU shows the
+steps of 8 GPUs. But NCCL's own kernels would take some multiprocessors, and some of the memory's rate, from the others.
+Without a GPU the program prints one line.
 """
 
 import functools
@@ -25,7 +25,7 @@ def options():
 
 
 if __name__ == "__main__":
-    options()  # a mistake is told before torch is loaded, which takes seconds
+    options()  # reports a mistake at once: the imports below load torch, which takes seconds
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,10 @@ from harness.training import rows as catalogue
 from harness.training.models import GPT, MODELS
 
 ADAMW = {"lr": 1e-4, "fused": True}
-D, BYTES_PER_S = 8, 25e9  # a link of 200 Gbit/s for each GPU
+D = 8  # number of ranks
+BYTES_PER_S = 25e9  # a link of 200 Gbit/s for each GPU
 SEQUENCE_LENGTH = 512
-COMPUTES_OVER_BYTES = 1.25  # of plain training, over DDP's all-reduce: the batch is chosen so
+COMPUTES_OVER_BYTES = 1.25  # the batch is chosen for this ratio of plain training's time to that of DDP's all-reduce
 PROFILED_STEPS = 4
 GAP_S = 5e-5
 MARK_NS = 5_000  # a kernel that marks where a phase begins is shorter, every message longer
@@ -73,7 +74,7 @@ class Link:
         self.cycles_per_s = cycles_per_s()
 
     def carry(self, kind, n_bytes):
-        """Send when the current stream has come so far. Returns an Arrival."""
+        """Let a message begin when the current stream has done its work so far. Returns an Arrival."""
         self.carried.append((kind, n_bytes))
         seconds = wire_bytes(kind, n_bytes, D, "nccl") / self.bytes_per_s
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -95,7 +96,7 @@ class Link:
         self.carry("all_reduce", bucket.buffer().nbytes)
         with torch.cuda.stream(self.stream):
             future = torch.futures.Future(devices=[self.stream.device])
-            future.set_result(bucket.buffer())  # complete when this stream has come so far
+            future.set_result(bucket.buffer())  # complete when this stream has done its work so far
         return future
 
     def played(self):
@@ -105,7 +106,7 @@ class Link:
 
 
 def seconds_of(function):
-    """Time one call, until the GPU has done what it launched."""
+    """Time one call, until the GPU has done the call's kernels."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     function()
@@ -154,18 +155,18 @@ def fitting_batch(model_name, device):
     seconds = {}
     for size in (small, large):
         run(training, batch_of(size, device))
-        seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), 3)) / 3
+        seconds[size] = seconds_of(lambda: run(training, batch_of(size, device), n_steps=3)) / 3
     seconds_per_sequence = (seconds[large] - seconds[small]) / (large - small)
     return max(1, round(small + (wanted_s - seconds[small]) / seconds_per_sequence))
 
 
 def profiled(training, link, batch):
-    """Record a step between other steps by torch.profiler. Returns a RecordedStep, without memory."""
+    """Record one of several steps by torch.profiler. Returns a RecordedStep, without memory."""
     link.carried.clear()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_STEPS):
-            torch.cuda._sleep(1)  # a mark
+            torch.cuda._sleep(1)  # marks the start of a phase
             loss = training.forward(*batch)
             torch.cuda._sleep(1)
             loss.backward()
@@ -218,7 +219,8 @@ def measure_overlap(device, model_name="medium", n_rounds=3):
     link = Link(BYTES_PER_S, device)
     batch = batch_of(size, device)
     with rank_0_of(D), link.played():
-        trainings, steps = {}, {}
+        trainings = {}
+        steps = {}
         for name, build in builds(link).items():
             torch.manual_seed(0)
             with device:
@@ -261,7 +263,7 @@ PICTURE = f"One recorded step of rank 0 of {D} on a GPU, beside a simulated link
 
 
 def measure(device, host_steps=60):
-    """Measure all of it. Returns a Report."""
+    """Measure whole steps, and the host's time. Returns a Report."""
     rows, conditions = measure_overlap(device)
     sheets = {"overlap": overlap_sheet(rows, conditions), "host": host_time.measure_host(340, 8, host_steps, device)}
     drawn = [(row.name, row.step) for row in rows if row.name in DRAWN]

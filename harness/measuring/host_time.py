@@ -1,10 +1,10 @@
-"""Measures the host's time: what launches, hooks and wrappers cost where there is hardly anything to compute or send.
+"""Measures the host's time for launches, hooks and wrappers, with hardly any values to compute or send.
 
     python -m harness.measuring.host_time [--tensors 340,4000] [--ranks 1,8,64] [--steps 60]
     make bench WHAT=host
 
-A model of many 16 x 16 matrices, one after the other, and one process that plays rank 0 of d: messages go nowhere.
-Beside plain AdamW of all tensors stand DDP, ZeRO and FSDP2. All variants take turns, step by step, in one run.
+The model is a chain of many 16 x 16 matrices. One process plays rank 0 of d, and its messages go nowhere. Plain AdamW
+of all tensors, DDP, ZeRO and FSDP2 are measured beside the stages. All rows take turns, step by step, in one run.
 """
 
 import functools
@@ -29,7 +29,7 @@ def options():
 
 
 if __name__ == "__main__":
-    options()  # a mistake is told before torch is loaded, which takes seconds
+    options()  # reports a mistake at once: the imports below load torch, which takes seconds
 
 import torch
 
@@ -59,7 +59,7 @@ BUILD = {
 
 
 class Chain(torch.nn.Module):
-    """A model of `n_tensors` matrices in blocks; called with (x, None), like the bench's model; x is (1, SIDE)."""
+    """A model of `n_tensors` matrices in blocks. Called with (x, None), as the bench calls its models; x: (1, SIDE)."""
 
     def __init__(self, n_tensors):
         super().__init__()
@@ -105,7 +105,7 @@ def measure_host(n_tensors, d, n_steps=60, device="cpu"):
         for _ in range(WARMUP_STEPS + n_steps):
             for name, training in trainings.items():
                 times[name].append(timed_step(training, x))
-                wait()  # outside the clock: what is timed is the host
+                wait()  # not timed, because it waits for the GPU and not for the host
         for training in trainings.values():
             training.finish()
         trainings.clear()

@@ -1,4 +1,4 @@
-"""Counts which collectives ran, of how many bytes, from outside: no stage knows that it is counted."""
+"""Lists the collectives that ran, and their bytes, from outside: no stage has code for that."""
 
 import re
 import threading
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """Stands in for a Work of gloo, which has no callback and may be waited for only once: `executor` waits for it."""
+    """Stands in for a Work of gloo's send or recv. It has no callback and allows one wait(), in `executor`."""
 
     def __init__(self, work, on_completion, executor):
         super().__init__()
-        # The future refers neither to `work` nor to what has arrived, once it is done.
+        # Once the future is done, it refers neither to `work` nor to the received tensors.
         self.future = executor.submit(self.finish, work, on_completion)
 
     @staticmethod
@@ -79,7 +79,7 @@ MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_
 
 
 def kind_and_tensors(operator, arguments):
-    """Return kind, and [tensors that are read, tensors that are written]; of a functional operator only the first."""
+    """Return kind, and [tensors that are read, tensors that are written]; a functional operator has only the former."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *argument_names = OPERATORS[name]
@@ -98,7 +98,7 @@ def wire_bytes(kind, size, group_size, backend):
     if kind == "send":
         return size
     n_bytes = size * (group_size - 1) / group_size
-    if kind in ("scatter", "gather"):  # one rank sends it, or the other ranks together
+    if kind in ("scatter", "gather"):  # n_bytes leave one rank, or all other ranks together
         return n_bytes / group_size
     if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo"):  # gloo's is an all-reduce underneath
         return 2 * n_bytes  # as a reduce-scatter and an all-gather
@@ -151,9 +151,9 @@ class Ledger(TorchDispatchMode):
         return round(sum(entry.wire_bytes for entry in self.entries))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace not in ("c10d", "_c10d_functional"):
-            return function(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if function.namespace not in ("c10d", "_c10d_functional"):
+            return function(*args, **kwargs)
         names = [argument.name for argument in function._schema.arguments]
         entry = self.entry_of(function._schema.name, {**dict(zip(names, args)), **kwargs})
         result = function(*args, **kwargs)
@@ -179,12 +179,13 @@ class Ledger(TorchDispatchMode):
         return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
 
     def _watch(self, entry, result):
-        """Note when `entry` is complete. Returns what the caller gets in place of `result`."""
+        """Set `completed_at` of `entry` when it is complete. Returns the result that the caller gets."""
         boxed_work = result[-1] if isinstance(result, (tuple, list)) else result
-        if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):  # a functional one has a tensor
+        # A functional collective returns a tensor.
+        if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):
             return result
         work = dist.Work.unbox(boxed_work)
-        if work is None:  # NCCL's collective is in the queue of the current stream, as any other kernel
+        if work is None:  # NCCL has put the collective into the queue of the current stream, like any other kernel
             entry.completed_at = time.perf_counter()
             return result
         is_complete = threading.Event()

@@ -1,9 +1,9 @@
-"""Trains variants on text: the losses of those with fewer bits, and how far 1 to 8 ranks are from each other.
+"""Trains variants on text: measures the losses of variants with fewer bits, and how far runs on 1 to 8 ranks differ.
 
     python -m harness.measuring.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
 
-It trains a small GPT on the source of Python's standard library. The loss is that after the last step, on text that no
-step has seen. Then DDP, stage 4 and variants/same_bits.py train on 1, 2, 4 and 8 ranks. `--json results/losses.json`
+It trains a small GPT on the source of Python's standard library. The loss is measured after the last step, on text that
+no step has seen. Then DDP, stage 4 and variants/same_bits.py train on 1, 2, 4 and 8 ranks. `--json results/losses.json`
 puts the result there. `make report` writes the losses into variants/README.md, and draws the other differences for
 docs/same_bits.md.
 """
@@ -24,7 +24,7 @@ from harness.training.rows import ddp, ddp_summed_in_bf16, stage
 SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
 BETAS = 0.95, 0.999
 FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
-CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared with: FP32 or BF16, which is its dtype
+CONFIGURATIONS = {  # name -> (build, name of the row of the same dtype that it is compared with)
     FP32: (stage(STAGE_4), FP32),
     "DDP": (ddp, FP32),
     "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
@@ -36,7 +36,7 @@ CONFIGURATIONS = {  # name -> how it is built, and the row that it is compared w
 
 
 def loss_of(rank, name, seed, n_steps, beta2):
-    """Train once. Returns the loss on this rank's part of the validation text."""
+    """Train a configuration. Returns the loss on this rank's part of the validation text."""
     build, base = CONFIGURATIONS[name]
     settings = SETTINGS._replace(seed=seed, steps=n_steps)
     model = make_model(settings, rank, "bfloat16" if base == BF16 else "float32")
@@ -51,14 +51,17 @@ def loss_of(rank, name, seed, n_steps, beta2):
 
 
 def measure(workers, n_steps, n_seeds):
-    """Train all configurations. Returns {(name, beta2): loss by seed}."""
-    def by_seed(name, beta2):
-        return [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2)) for seed in range(n_seeds)]
-    return {(name, beta2): by_seed(name, beta2) for beta2 in BETAS for name in CONFIGURATIONS}
+    """Train all configurations. Returns {(name, beta2): loss by seed}, where a loss is the mean over the ranks."""
+    losses = {}
+    for beta2 in BETAS:
+        for name in CONFIGURATIONS:
+            losses[name, beta2] = [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
+                                   for seed in range(n_seeds)]
+    return losses
 
 
 def loss_sheet(losses, bases, n_steps):
-    """Make the table of losses, {(name, beta2): loss by seed}; `bases`: name -> the name that it is compared with."""
+    """Make the table of losses, {(name, beta2): loss by seed}. bases: {name: the name that it is compared with}."""
     def difference(name, beta2):
         pairs = zip(losses[name, beta2], losses[bases[name], beta2])
         return " ".join(f"{loss - base_loss:+.4f}" for loss, base_loss in pairs)
@@ -90,7 +93,7 @@ def params_by_step(rank, method, n_steps):
     text, _ = corpus.split(corpus.load_bytes())
     n_own = LEAVES // rank.world_size
     own = [corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
-           for leaf in range(rank.rank * n_own, (rank.rank + 1) * n_own)]
+           for leaf in range(rank.number * n_own, (rank.number + 1) * n_own)]
     steps = []
     for step in range(n_steps):
         for leaf in own:
@@ -110,7 +113,8 @@ def params_by_step(rank, method, n_steps):
 
 def measure_differences(n_steps):
     """Train with each method on 1, 2, 4 and 8 ranks. Returns {name: largest difference from 1 rank, by step}."""
-    alone, differences = {}, {}
+    alone = {}
+    differences = {}
     for n_ranks in RANKS:
         with Workers(n_ranks, timeout_s=600) as workers:
             for method in METHODS:
@@ -124,7 +128,7 @@ def measure_differences(n_steps):
 
 
 def describe(rank):
-    """Say in words under which conditions the losses hold."""
+    """Return the ranks, the model and the batch of the losses in words."""
     numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
     return " · ".join([
         f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",

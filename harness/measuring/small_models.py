@@ -1,4 +1,4 @@
-"""Times steps with a clip of small models on ranks of this machine: DDP, stages 3 and 4. Which size is too small?
+"""Times steps of small models, with a clip, on ranks of this machine: DDP, stages 3 and 4. Which size is too small?
 
     python -m harness.measuring.small_models [--params 1000,10000] [--json PATH]         # or: make bench WHAT=small
 
@@ -7,7 +7,6 @@ A model is four square layers, and a step is that of a training loop with AdamW.
 
 import functools
 import importlib
-import itertools
 import math
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def options():
 
 
 if __name__ == "__main__":
-    options()  # a mistake is told before torch is loaded
+    options()  # reports a mistake at once: the imports below load torch, which takes seconds
 
 import torch
 from torch import nn
@@ -55,7 +54,9 @@ def time_method(rank, method, numel, n_steps):
     """Return the median time per step on the slowest rank, in ms."""
     width = math.isqrt(numel // N_LAYERS)
     torch.manual_seed(0)
-    layers = itertools.chain.from_iterable((nn.Linear(width, width), nn.Tanh()) for _ in range(N_LAYERS))
+    layers = []
+    for _ in range(N_LAYERS):
+        layers += [nn.Linear(width, width), nn.Tanh()]
     model = nn.Sequential(*layers).to(rank.device)
     params = list(model.parameters())
     if method == DDP:
@@ -64,7 +65,8 @@ def time_method(rank, method, numel, n_steps):
     else:
         forward = model
         optimizer = importlib.import_module(METHODS[method]).DistributedOptimizer(params, fused=True)
-        getattr(optimizer, "prefetch_params", lambda model: None)(model)
+        if hasattr(optimizer, "prefetch_params"):
+            optimizer.prefetch_params(model)
 
     def step(x):
         forward(x).square().mean().backward()
@@ -87,8 +89,9 @@ def main():
     with Workers(args.ranks, timeout_s=600) as workers:
         for numel in args.params:
             times[numel] = {method: [] for method in (DDP, *METHODS)}
-            for _, (method, rounds_ms) in itertools.product(range(args.rounds), times[numel].items()):
-                rounds_ms.append(workers.run(time_method, method, numel, args.steps)[0])
+            for _ in range(args.rounds):
+                for method, rounds_ms in times[numel].items():
+                    rounds_ms.append(workers.run(time_method, method, numel, args.steps)[0])
 
     def over_ddp(method):
         return lambda numel: [ms / ddp_ms for ms, ddp_ms in zip(times[numel][method], times[numel][DDP])]

@@ -1,4 +1,4 @@
-"""Records one step of a row from outside, as rank x time: what computes, what is in flight, how much is alive."""
+"""Records one step of a row, on each rank: when it computes, when messages are in flight, how many bytes are alive."""
 
 import functools
 import sys
@@ -26,7 +26,7 @@ def options():
 
 
 if __name__ == "__main__":
-    options()  # a mistake is told before torch is loaded, which takes seconds
+    options()  # reports a mistake at once: the imports below load torch, which takes seconds
 
 import torch
 import torch.distributed as dist
@@ -50,14 +50,14 @@ from harness.ranks.workers import WorkerError, Workers
 from harness.training import rows as catalogue
 
 GAP_S = 0.0005  # Python needs this long between two operators; waiting for another rank takes longer
-RECORDED_STEPS = 6  # the first leaves messages in flight for the second
+RECORDED_STEPS = 6  # the first isn't shown: unlike the others it doesn't wait for the parameters of a step before
 
 
 class Recorder(Ledger):
-    """Is a ledger that also lists when operators ran, in which phase of the step, and how much was alive.
+    """Is a ledger that also lists when operators ran, the phases of the steps, and the bytes that were alive.
 
-    `busy`: [[start, end], …] in seconds of time.perf_counter, in order; `phases`: [(name, start, end), …]; `live`:
-    [(time, bytes), …], what is alive from that time on, by a `memory` that has been entered.
+    `busy`: [[start, end], …] in seconds of time.perf_counter, in order. `phases`: [(name, start, end), …]. `live`:
+    [(time, bytes alive from then on), …], which `memory` counts: enter it before.
     """
 
     def __init__(self, memory):
@@ -102,9 +102,8 @@ def record(rank, settings, row_id):
         dist.barrier()
         with Recorder(memory) as recorder:
             for step in range(RECORDED_STEPS):
-                tokens, targets = batches[step % WARMUP_STEPS]  # `memory` knows them by now
                 with recorder.phase("forward"):
-                    loss = training.forward(tokens, targets)
+                    loss = training.forward(*batches[step % WARMUP_STEPS])
                 with recorder.phase("backward"):
                     loss.backward()
                 with recorder.phase("step"):
@@ -115,9 +114,9 @@ def record(rank, settings, row_id):
 
 
 def median_step(recorder):
-    """Return the number of the step of median length, the first left out. Collective, the same on all ranks.
+    """Return the number of the step of median length, without the first step. Collective, the same on all ranks.
 
-    A step is as long as on the slowest rank. During any one step the machine may have been busy with something else.
+    A step counts as long as on the slowest rank. Other programs may have delayed some of the steps.
     """
     spans = [span_of(recorder, number) for number in range(1, RECORDED_STEPS)]
     lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
@@ -132,7 +131,7 @@ def span_of(recorder, number):
 
 
 def record_rows(workers, settings, rows, progress):
-    """Record a step of every Row that has no error: sets its `step`, of rank 0, and its exposed time."""
+    """Record a step of every Row that has no error. Sets the Row's `step`, of rank 0, and its `exposed_ms`."""
     for row in rows:
         if row.error:
             continue
@@ -147,17 +146,21 @@ def record_rows(workers, settings, rows, progress):
 
 
 def one_step(recorder, number):
-    """Return one of the recorded steps, not the first. Messages that cross its border (parameters that the next forward
-    waits for) are shown within it: at the start those of the step before."""
+    """Return the RecordedStep `number`, from 1 on.
+
+    A message that crosses the border of two steps, as parameters for the next forward pass do, is cut there: each step
+    has its part.
+    """
     start, end = span_of(recorder, number)
     inside = [entry for entry in recorder.entries if entry.completed_at > start and entry.launched_at < end]
     spans = [(max(entry.launched_at, start), min(entry.completed_at, end)) for entry in inside]
-    busy = [(max(a, start), min(b, end)) for a, b in recorder.busy if b > start and a < end]
+    busy = overlap([(start, end)], recorder.busy)
+    in_flight = union(spans)
 
     def since(*times):
         return tuple(round(moment - start, 6) for moment in times)
     return RecordedStep(
-        exposed_seconds=round(length(union(spans)) - length(overlap(union(spans), busy)), 6), seconds=since(end)[0],
+        exposed_seconds=round(length(in_flight) - length(overlap(in_flight, busy)), 6), seconds=since(end)[0],
         phases=[(name, *since(a, b)) for name, a, b in recorder.phases if start <= a < end],
         busy=[since(a, b) for a, b in busy],
         communication=[Message(entry.kind, entry.size, *since(entry.launched_at, entry.completed_at))

@@ -332,7 +332,7 @@ def model_state(model):
     def of_ranks(d):
         def held(state):
             _, row_id, _ = state
-            step = record(row_id, options.NAMED[model], d, transport=Exchange)
+            step = record(row_id, options.SPECS[model], d, transport=Exchange)
             by_formula = step.theory / step.numel
             is_padded = abs(step.bytes_per_param - by_formula) > 0.01 * by_formula
             return Marked(step.bytes_per_param, f"\n({by_formula:.2f})") if is_padded else step.bytes_per_param
@@ -349,7 +349,7 @@ def gathered(model):
     """Make the table of elements that a step gathers, padding included, over those that the model has."""
     def of_ranks(d):
         def over_numel(name):
-            recorded = record(GATHERED[name], options.NAMED[model], d)
+            recorded = record(GATHERED[name], options.SPECS[model], d)
             return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
         return column(f"d = {d}", over_numel, "counted", ".2f")
     return sheet_of(
@@ -362,13 +362,13 @@ def ladder(model):
     def held(rung):
         """Write bytes per parameter after a step: of stages 3 and 4 as counted, padding and buffers included."""
         if rung.row in (catalogue.GRAD_BUFFER, catalogue.OVERLAP):
-            steps = [record(RowId(rung.row), options.NAMED[model], d, transport=Exchange) for d in LADDER_RANKS]
+            steps = [record(RowId(rung.row), options.SPECS[model], d, transport=Exchange) for d in LADDER_RANKS]
             by_ranks = [step.bytes_per_param for step in steps]
         else:
             configuration = catalogue.find(rung.row)
             by_ranks = [configuration.whole + configuration.shared / d for d in LADDER_RANKS]
         return " · ".join(f"{n_bytes:.1f}" for n_bytes in by_ranks)
-    numel = record(RowId(catalogue.OVERLAP), options.NAMED[model], 1).numel
+    numel = record(RowId(catalogue.OVERLAP), options.SPECS[model], 1).numel
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "collectives": column("collectives", "collectives", form=TEXT),
         "held": column(f"bytes per parameter on {' · '.join(map(str, LADDER_RANKS))} ranks", held),

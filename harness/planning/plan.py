@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from harness.ranks import command_line
 from harness.ranks.command_line import COUNT, number
-from harness.training.options import NAMED
+from harness.training.options import SPECS
 
 fail = functools.partial(command_line.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -26,7 +26,7 @@ def gigabytes(text):
 def options():
     parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
-    add("--model", default="7b", choices=NAMED, help="(default 7b)")
+    add("--model", default="7b", choices=SPECS, help="(default 7b)")
     add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
     add("--device", choices=["h100", "a100"], default="h100", help="(default h100)")
@@ -42,7 +42,7 @@ def options():
 
 
 if __name__ == "__main__":
-    options()  # a mistake is told before torch is loaded, which takes seconds
+    options()  # reports a mistake at once: the imports below load torch, which takes seconds
 
 from harness.planning import alone
 from harness.planning.replay import DEVICES, add_published, published, replay
@@ -54,27 +54,27 @@ from harness.training.rows import RowId
 
 ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
 STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16}  # rows whose bucket sizes get a table
-BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}
+BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}  # rows for which several bucket sizes are tried
 RANKS = (1, 8, 64, 1024)  # numbers of ranks for which all rows are counted
 CAPS_MB = (None, 100, 400, 1600, 6400)  # bucket sizes that are tried; None: the default, which is at most 25
-AS_FAST = 1.02  # times that differ by less are equal: the model is no better than that
+AS_FAST = 1.02  # a size is as fast as another one if its modelled step takes at most this many times as long
 MICRO_BATCHES = 8  # of the step that accumulates
 EFFICIENCY = 0.4  # assumed part of a device's FLOPs that computing reaches
-SLOWEST_DRAWN = 4  # times the fastest step: longer ones would leave no room in the picture for the others
+SLOWEST_DRAWN = 4  # times the fastest step; a longer step in the picture would leave the others no room
 HELD_TITLES = {"parameters": "params", "gradients": "grads", "main parameters": "main", "state": "moments",
                "buffers": "buffers"}  # kind of memory -> title of its column
 
 
 class PlanRow(NamedTuple):
-    """What is counted and modelled of a row, at --world ranks unless a comment says "by number of ranks"."""
+    """The counted and modelled figures of a row, at --world ranks unless a comment says "by number of ranks"."""
     row_id: RowId
     held: dict  # bytes on rank 0 after a step, by kind
-    padding: float  # those of these bytes that the formula doesn't have
+    padding: float  # bytes in `held` beyond those of the row's formula
     peak: float  # the most bytes on rank 0 at one moment of a step
-    fits_from: int  # number of ranks from which on the row fits into a device; 0: with no number
+    fits_from: int  # the least of the counted numbers of ranks from which on the row fits into a device; 0: none
     ms: dict  # of a micro-batch, by number of ranks
     once_ms: float  # of one of MICRO_BATCHES, if gradients are exchanged once per step
-    each_ms: float  # of one of MICRO_BATCHES, if each exchanges gradients
+    each_ms: float  # of one of MICRO_BATCHES, if each micro-batch exchanges gradients
     step: RecordedStep  # modelled
 
 
@@ -87,7 +87,7 @@ class SizeRow(NamedTuple):
 
 
 class Planner:
-    """Chooses bucket sizes, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of all that was run dry."""
+    """Chooses bucket sizes, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of every dry run."""
 
     def __init__(self, args, recorded=()):
         self.args = args
@@ -122,17 +122,24 @@ class Planner:
         """
         sizes = [row_id for row_id in self.sizes(base) if self.saves_memory(row_id)] or self.sizes(base)
         fitting = [row_id for row_id in sizes if self.recorded[row_id, self.args.world].peak <= self.device_bytes]
-        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}
+        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}  # in order of size
         return next(row_id for row_id in ms if ms[row_id] <= AS_FAST * min(ms.values()))
+
+    def fits_from(self, row_id, ranks):
+        """Return the first of the ascending numbers of ranks from which on a row fits into a device; 0 if none is."""
+        first = 0
+        for d in reversed(ranks):
+            if self.recorded[row_id, d].peak > self.device_bytes:
+                break
+            first = d
+        return first
 
     def row(self, row_id, ranks):
         world = self.args.world
-        recorded = {d: self.recorded[row_id, d] for d in ranks}
-        at_world = recorded[world]
-        too_few = max((d for d in ranks if recorded[d].peak > self.device_bytes), default=0)
+        at_world = self.recorded[row_id, world]
         return PlanRow(
             row_id, held=at_world.held, padding=sum(at_world.held.values()) - at_world.theory, peak=at_world.peak,
-            fits_from=next((d for d in ranks if d > too_few), 0), ms={d: self.ms(row_id, d) for d in ranks},
+            fits_from=self.fits_from(row_id, ranks), ms={d: self.ms(row_id, d) for d in ranks},
             once_ms=self.ms(row_id, world, MICRO_BATCHES),
             each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
             step=replay(at_world.events, self.hardware, world, self.args.accumulate))
@@ -143,14 +150,17 @@ class Planner:
 
 
 def plan(args, workers):
-    """Count and time all rows at several d, and the step at --world. Returns a Report. `workers` run the rows dry."""
-    planner, bases = Planner(args), ROWS[args.dtype]
+    """Return the Report on all rows, at several numbers of ranks. `workers` run the rows dry."""
+    planner = Planner(args)
+    bases = ROWS[args.dtype]
     ranks = [*(d for d in RANKS if d < args.world), args.world]
     cost = workers.submit(alone.cost_of, args.spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
 
     def run_dry(tasks):
         futures = {(row_id, d): workers.submit(alone.record, row_id, args.spec, d, cost) for row_id, d in tasks}
         planner.recorded.update((task, future.result()) for task, future in futures.items())
+
+    # Only --world ranks try all bucket sizes. The other numbers of ranks take the size that is best there.
     run_dry((row_id, args.world) for base in bases for row_id in planner.sizes(base))
     row_ids = [planner.best_size(base) for base in bases]
     run_dry((row_id, d) for row_id in row_ids for d in ranks[:-1])
@@ -158,7 +168,7 @@ def plan(args, workers):
     sizes = [planner.size_row(row_id) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)]
     numel = planner.recorded[row_ids[-1], args.world].numel
     assumed = SimpleNamespace(**vars(args), **planner.hardware._asdict(), parameters=numel,
-                              activations=cost.activations, efficiency=EFFICIENCY)
+                              activations=cost.activations)
     return report_of(assumed, rows, sizes)
 
 
@@ -166,7 +176,10 @@ def plan(args, workers):
 
 
 def report_of(assumed, rows, sizes):
-    """Make the Report. `assumed`: options, Hardware, `parameters`, `activations` in bytes and `efficiency`."""
+    """Make the Report.
+
+    assumed: has as attributes the options, the fields of Hardware, `parameters` and `activations` (bytes).
+    """
     title = (f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, "
              f"{assumed.batch_size} x {assumed.sequence_length}")
     sheets = {"memory": memory_sheet(assumed, rows), "time": time_sheet(assumed, rows),
@@ -182,7 +195,7 @@ ROW_NAME = name_column(lambda row: row.row_id.name)
 
 
 def memory_sheet(assumed, rows):
-    """Make the table of what a rank holds."""
+    """Make the table of the bytes that a rank holds."""
     return sheet_of(
         f"GB on a rank of {assumed.world}: {assumed.model}, {assumed.parameters:,} parameters a rank", rows, {
             "name": name_column(lambda row: row.row_id.label.replace("\n  ", "\n")),  # narrower: without the indent
@@ -195,13 +208,13 @@ def memory_sheet(assumed, rows):
         ["After a step, on rank 0. main: fp32 copies of 16-bit parameters. padding: what is more than the formula. "
          f"activ.: of a micro-batch of {assumed.batch_size} x {assumed.sequence_length}. peak: the most at one moment "
          f"of a step. fits from d: from this number of ranks on the peak is at most {assumed.device_memory:g} GB; "
-         "torch's allocator takes more, and stage 4 that accumulates in no_sync() whole gradients."],
+         "torch's allocator takes more, and stage 4 holds whole gradients, too, if it accumulates in no_sync()."],
         row_key=lambda row: row.row_id.base)
 
 
 def time_sheet(assumed, rows):
     """Make the table of a step at --world."""
-    c = assumed  # short, for the note below
+    c = assumed  # a short name for the note below
     tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
     return sheet_of(
         f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows, {
@@ -209,11 +222,11 @@ def time_sheet(assumed, rows):
             "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
             "exposed": column("exposed\nms", lambda row: 1e3 * row.step.exposed_seconds, "modelled", ",.0f"),
             "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
-            # These two share a heading: "1 of 8: once, each".
+            # The next two columns share a heading: "1 of 8: once, each".
             "once": column(f"1 of {MICRO_BATCHES}:\nonce", "once_ms", "modelled", ",.0f"),
             "each": column("\neach", "each_ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
-        [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {c.efficiency:.0%} of what the maker states, "
+        [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {EFFICIENCY:.0%} of what the maker states, "
          f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
          f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
          f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
@@ -253,10 +266,11 @@ def steps_to_draw(rows):
 
 def parse():
     args = options()
-    spec = NAMED[args.model]
-    if args.tensor_parallel > 1 and any(n == 0 or n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads)):
+    spec = SPECS[args.model]
+    is_gpt = not spec.n_kv_heads
+    if args.tensor_parallel > 1 and (is_gpt or any(n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads))):
         fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
-    if not spec.n_kv_heads and args.sequence_length > spec.positions:
+    if is_gpt and args.sequence_length > spec.positions:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
     if args.json:
         command_line.check_writable("--json", args.json, fail)

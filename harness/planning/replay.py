@@ -179,7 +179,7 @@ def step_of(run, hardware, is_hidden=True):
     is_overlapped = run.optimizer == "overlapped"
     row_id = RowId(STAGE_4_BF16, 400) if is_overlapped else RowId("stage 3 bf16/fp32")
     d = run.gpus // SHARING
-    spec = options.NAMED["13b"]._replace(tensor_parallel=SHARING)
+    spec = options.SPECS["13b"]._replace(tensor_parallel=SHARING)
     events = []
     for event in record(row_id, spec, d, cost_of(spec, "bfloat16", run.batch, LENGTH)).events:
         is_fp32 = is_overlapped and event.kind == "reduce_scatter"

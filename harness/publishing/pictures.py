@@ -6,6 +6,7 @@ Only this file reads raw numbers of a Report; everything else that pages show is
 import collections
 import importlib.util
 import io
+import itertools
 import re
 from typing import NamedTuple
 
@@ -31,14 +32,14 @@ class RecordedStep(NamedTuple):
 
 
 def read_steps(drawn):
-    """Return ([(name, RecordedStep)], title) of what a Report has under `drawn`; `to_draw` wrote it."""
+    """Return ([(name, RecordedStep)], title) from what `to_draw` has saved."""
     steps = [(name, RecordedStep(*fields)) for name, fields in drawn["steps"].items()]
     return [(name, step._replace(communication=[Message(*message) for message in step.communication]))
             for name, step in steps], drawn["title"]
 
 
 def to_draw(steps, title):
-    """Return what a Report saves of [(name, RecordedStep)], to be drawn under `title`."""
+    """Return the dict that a Report saves, as `drawn`, for a picture of [(name, RecordedStep)] under `title`."""
     return {"steps": dict(steps), "title": title}
 
 
@@ -46,12 +47,17 @@ MEMORY_PARTS = 200  # equal parts of a step; each keeps its largest value, so a 
 
 
 def most_alive(live, start, end):
-    """Return the most bytes alive in each of MEMORY_PARTS equal parts of a step; `live`: [(time, bytes), …]."""
+    """Return the most bytes alive in each of MEMORY_PARTS equal parts of a step.
+
+    live: [(time, bytes alive from then on), …]. start, end: times of the step.
+    """
+    def part_at(time):
+        return int((time - start) / (end - start) * MEMORY_PARTS)
+
     parts = [0] * MEMORY_PARTS
-    for (since, n_bytes), (until, _) in zip(live, [*live[1:], (end, 0)]):
+    for (since, n_bytes), (until, _) in itertools.pairwise([*live, (end, 0)]):
         if since < end and until > start:
-            first, last = (int((moment - start) / (end - start) * MEMORY_PARTS) for moment in (since, until))
-            for i in range(max(first, 0), min(last + 1, MEMORY_PARTS)):
+            for i in range(max(part_at(since), 0), min(part_at(until) + 1, MEMORY_PARTS)):
                 parts[i] = max(parts[i], n_bytes)
     return parts
 
@@ -80,14 +86,14 @@ def length(spans):
 # ------------------------------------------------------------------------------------------------------------ Pictures
 
 
-# Text stays text; the same data give the same file.
+# For matplotlib: an SVG keeps text as text, and the same data give the same file.
 RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
       "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
       "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": False,
       "grid.color": "#888888", "grid.alpha": 0.25, "xtick.color": "#888888", "ytick.color": "#888888",
       "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
       "figure.constrained_layout.use": True}
-# By what a file's name ends in. GitHub's theme needn't be the system's, so a page has a <picture> of both files.
+# Ending of a file's name -> its style. GitHub's theme needn't be the system's, so a page's <picture> names both files.
 STYLES = {"": "<style>text{fill:#444!important}</style>", "_dark": "<style>text{fill:#bbb!important}</style>"}
 
 
@@ -110,7 +116,8 @@ def drawn_as_svg(figure):
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     text = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", file.getvalue())  # a hundredth is invisible
-    text = re.sub(r"\n(?=[MLCQz\"])", " ", text).replace("<defs>", f"{STYLES['']}<defs>", 1)  # a path is one line
+    text = re.sub(r"\n(?=[MLCQz\"])", " ", text)  # puts each path on one line
+    text = text.replace("<defs>", f"{STYLES['']}<defs>", 1)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
@@ -126,17 +133,19 @@ EXCHANGED = ("send", "recv")  # gradients or parameters, in the exchange that re
 def lanes(step):
     """Return [("computes", spans), ("gradients", spans), ("parameters", spans)] of a recorded step.
 
-    A span is (start, end, the phase or the lane). That of a message starts when it was launched, or when the message
-    before it in the lane had arrived, if that is later.
+    A span is (start, end, name of its colour: the phase or the lane). A message's span starts when the message was
+    launched, or when the message before it in the lane had arrived, if that is later.
     """
-    computes = [(start, end, name) for name, *phase in step.phases for start, end in overlap([phase], step.busy)]
+    computes = []
+    for phase, phase_start, phase_end in step.phases:
+        computes += [(start, end, phase) for start, end in overlap([(phase_start, phase_end)], step.busy)]
     messages = {"gradients": [], "parameters": []}
     last_end = collections.Counter()
     for message in sorted(step.communication, key=lambda message: message.end):
         lane = carries(step, message)
         start = max(message.start, last_end[lane])
         last_end[lane] = max(message.end, start)
-        if start < step.seconds:
+        if start < step.seconds:  # a message may arrive in the next step
             messages[lane].append((start, last_end[lane], lane))
     return [("computes", computes), *messages.items()]
 
@@ -144,27 +153,29 @@ def lanes(step):
 def carries(step, message):
     """Return "parameters" or "gradients".
 
-    A send or recv carries parameters in the forward pass, and after the inner optimizer's update. That is taken to be
-    the longest span of computing in the phase "step", before the last launch.
+    A send or recv carries parameters in the forward pass, and after the inner optimizer's update. No record marks the
+    update; it is taken to be the longest span of computing in the phase "step" that starts before the last launch.
     """
     if message.kind not in EXCHANGED:
         return "parameters" if message.kind in PARAMETERS else "gradients"
     phases = {name: (start, end) for name, start, end in step.phases}
     last_launch = max(sent.start for sent in step.communication)
     computed = [(start, end) for start, end in overlap([phases["step"]], step.busy) if start < last_launch]
-    update_start, _ = max(computed, key=lambda span: span[1] - span[0], default=phases["step"])
+    update_start, _ = max(computed, key=lambda span: length([span]), default=phases["step"])
     forward_start, forward_end = phases["forward"]
     is_forward = forward_start <= message.start < forward_end
     return "parameters" if is_forward or message.start >= update_start else "gradients"
 
 
 def scales(rows):
-    """Return where lanes end: the longest step, and the most bytes that any row held, or 1."""
-    return max(step.seconds for _, step in rows), max(max(step.memory, default=0) for _, step in rows) or 1
+    """Return the longest step in seconds, and the most bytes that any row held (1 if none has memory)."""
+    longest = max(step.seconds for _, step in rows)
+    most_bytes = max(max(step.memory, default=0) for _, step in rows)
+    return longest, most_bytes or 1
 
 
 def caption(step):
-    """Say in a sentence what a band shows."""
+    """Say in a sentence what a row's picture shows."""
     sent = union((message.start, message.end) for message in step.communication)
     hidden = length(overlap(sent, step.busy))
     return (f"{step.seconds * 1000:.0f} ms; for {hidden * 1000:.0f} the network is busy while the rank computes, for "
@@ -180,24 +191,24 @@ WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "param
 def svg(rows, title):
     """Draw `rows`, [(name, RecordedStep), …], as SVG.
 
-    A panel for each row has a lane each for computing and messages, and memory below them.
+    Each row has a panel: a lane for computing, one for gradients, one for parameters, and memory below them.
     """
     longest, most_bytes = scales(rows)
     figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
     for axis, (name, step) in zip(axes, rows):
         axis.set_title(f"{name}: {caption(step)}")
-        for place, (_, spans) in enumerate(lanes(step)):
+        for n_above, (_, spans) in enumerate(lanes(step)):
             for kind, colour in COLOURS.items():
                 # Spans with less between them than a picture shows become one bar.
                 bars = union((max(start, 0), min(end, step.seconds) + longest / 2000)
-                             for start, end, name in spans if name == kind)
-                axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in bars], (3 - place, 0.85),
+                             for start, end, span_kind in spans if span_kind == kind)
+                axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in bars], (3 - n_above, 0.85),
                                  facecolors=colour)
         if step.memory:
             edges = [1e3 * step.seconds * i / MEMORY_PARTS for i in range(len(step.memory) + 1)]
             axis.stairs([0.85 * part / most_bytes for part in step.memory], edges, fill=True, color=COLOURS["memory"])
-        axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters",
-                                              f"memory ≤ {max(step.memory) / 1e6:.0f} MB" if step.memory else ""])
+        memory = f"memory ≤ {max(step.memory) / 1e6:.0f} MB" if step.memory else ""
+        axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters", memory])
         axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
     axes[-1].set_xlabel("ms")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
@@ -212,18 +223,24 @@ def svg(rows, title):
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
+# of_links: the dict that a Report on each link has saved as `drawn`, the slowest link first. Its keys are rate (in
+# words), bits_per_second, curve ({method: time per step / time of computing alone, or None}), sizes (of buckets, in
+# words) and sweep ({method: [(index of the size, ms per step), …]}).
+
+
 def curve(of_links):
-    """Draw what overlap is worth on every link, the slowest first: time per step over that of computing alone."""
+    """Draw the time per step of each method, by the rate of the link."""
     figure, (axis,) = panels(1, 1, (7.6, 4.2))
     rates = [drawn["bits_per_second"] for drawn in of_links]
     for name, colour in zip(of_links[0]["curve"], CURVE_COLOURS):
-        points = [(rate, drawn["curve"][name]) for rate, drawn in zip(rates, of_links)]
+        points = {rate: drawn["curve"][name] for rate, drawn in zip(rates, of_links)
+                  if drawn["curve"][name] is not None}
         style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
         if name == "floor":
             style |= {"linestyle": "--", "marker": ""}
         if name == "replicated":  # stage 3's line lies on it
             style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
-        axis.plot(*zip(*(point for point in points if point[1] is not None)), color=colour, label=name, **style)
+        axis.plot(list(points), list(points.values()), color=colour, label=name, **style)
     axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
              title="What communication adds to a step, on two hosts", xlabel="rate of the link",
              ylabel="time per step / time of computing alone")
@@ -241,7 +258,8 @@ def sweeps(of_links):
     figure, axes = panels(1, len(of_links), (5 * len(of_links), 3.4))
     for axis, drawn in zip(axes, of_links):
         for (name, points), colour in zip(drawn["sweep"].items(), ("#3a9d5d", "#4a90d9")):
-            axis.plot(*zip(*points), "o-", color=colour, label=name, markersize=4)
+            x, y = zip(*points)
+            axis.plot(x, y, "o-", color=colour, label=name, markersize=4)
         axis.set_xticks(range(len(drawn["sizes"])), drawn["sizes"])
         axis.set(title=f"{drawn['rate']}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
         axis.grid(axis="y")
@@ -253,7 +271,10 @@ METHOD_COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", "same_bits": "#d06a2c"
 
 
 def differences(by_name):
-    """Draw how far the parameters are from those on one rank, by step: {"DDP, 2 ranks": [difference, …]}."""
+    """Draw the largest difference of a parameter from the run on one rank, by step.
+
+    by_name: {"DDP, 2 ranks": [difference after each step, …]}. A difference of 0 is drawn below all others.
+    """
     figure, (axis,) = panels(1, 1, (7.6, 3.6))
     not_zero = [difference for by_step in by_name.values() for difference in by_step if difference]
     least = min(not_zero) / 10
@@ -262,7 +283,7 @@ def differences(by_name):
         axis.plot(range(1, len(by_step) + 1), [max(difference, least) for difference in by_step], label=name,
                   color=METHOD_COLOURS[method], linestyle={"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}[ranks])
     axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
-    powers = [10.0**power for power in range(-9, 1) if 2 * least < 10.0**power < 2 * max(not_zero)]
+    powers = [10.0**exponent for exponent in range(-9, 1) if 2 * least < 10.0**exponent < 2 * max(not_zero)]
     axis.set_yticks([least, *powers], ["0", *(f"{power:.0e}" for power in powers)])
     axis.minorticks_off()
     axis.grid(True)

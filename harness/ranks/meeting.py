@@ -67,13 +67,13 @@ def can_communicate(me, store):
         dist.reduce_scatter_tensor(part, whole)
         if me.world_size > 1:  # no rank sends to itself
             for work in dist.batch_isend_irecv([
-                    dist.P2POp(dist.isend, whole, (me.rank + 1) % me.world_size),
-                    dist.P2POp(dist.irecv, whole.clone(), (me.rank - 1) % me.world_size)]):
+                    dist.P2POp(dist.isend, whole, (me.number + 1) % me.world_size),
+                    dist.P2POp(dist.irecv, whole.clone(), (me.number - 1) % me.world_size)]):
                 work.wait()
         answer = WORKS if part.item() == me.world_size else f"a sum of ones is {part.item()}"
     except RuntimeError as refusal:
         answer = str(refusal)
-    store.set(str(me.rank), answer)
+    store.set(str(me.number), answer)
     return all(store.get(str(rank)).decode() == WORKS for rank in range(me.world_size))
 
 
@@ -124,7 +124,7 @@ def _missing_ranks():
 
 class Rank(NamedTuple):
     """Names this process among all. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
-    rank: int
+    number: int
     world_size: int
     device: torch.device
     backend: str

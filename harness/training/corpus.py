@@ -135,6 +135,6 @@ def load_data(args, me):
             raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
                              f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
         args.text = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"  # the same wherever the text lies
-        sizes = args.batch_size, args.sequence_length, me.rank // args.tp, me.world_size // args.tp
+        sizes = args.batch_size, args.sequence_length, me.number // args.tp, me.world_size // args.tp
         return Batches(train, *sizes, args.seed, me.device), validation_batches(validation, *sizes, me.device)
     return on_all_ranks(load)

@@ -1,4 +1,4 @@
-"""Reads the options of every train.py, and names the models. It imports no torch: a mistake is told at once."""
+"""Reads the options of every train.py, and names the models. It imports no torch, so that errors come at once."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,8 +30,11 @@ MODELS = {
 
 
 class Spec(NamedTuple):
-    """Sizes of a model. `n_kv_heads`, `ffn_width`: of a LLaMA; 0: a GPT-2. `positions`: a GPT-2's longest sequence.
-    `tensor_parallel`: how many ranks share each layer of a LLaMA; the model that is built is what one of them holds."""
+    """Sizes of a model. `n_kv_heads` and `ffn_width` are above 0 for a LLaMA, and 0 for a GPT-2.
+
+    `positions`: a GPT-2's longest sequence. `tensor_parallel`: number of ranks that share each layer of a LLaMA. The
+    model that is built is one rank's part.
+    """
     n_layers: int
     n_heads: int
     width: int
@@ -42,9 +45,10 @@ class Spec(NamedTuple):
     tensor_parallel: int = 1
 
 
-NAMED = {
-    "7b": Spec(32, 32, 4096, 32000, 32, 11008), "13b": Spec(40, 40, 5120, 32000, 40, 13824),
-    "70b": Spec(80, 64, 8192, 32000, 8, 28672),
+SPECS = {  # of all models that `make plan` counts, MODELS among them
+    "7b": Spec(32, 32, 4096, 32000, n_kv_heads=32, ffn_width=11008),
+    "13b": Spec(40, 40, 5120, 32000, n_kv_heads=40, ffn_width=13824),
+    "70b": Spec(80, 64, 8192, 32000, n_kv_heads=8, ffn_width=28672),
     "gpt2": Spec(12, 12, 768, 50257), "gpt2-medium": Spec(24, 16, 1024, 50257),
     "gpt2-large": Spec(36, 20, 1280, 50257), "gpt2-xl": Spec(48, 25, 1600, 50257),
     **{name: Spec(config.n_layers, config.n_heads, config.width, VOCABULARY, positions=config.block_size)
@@ -55,33 +59,37 @@ NAMED = {
 # ------------------------------------------------------------------------------------------------ Options of a train.py
 
 
-STDLIB_BYTES = 8_000_000  # of the standard library, files in alphabetical order: loads in a fraction of a second
-DATA_BYTES = 256_000_000  # of --data: what comes after these is not read
-PREEMPTED = 75  # os.EX_TEMPFAIL, a rank's exit code: saved, start me again
-INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it: saved after Ctrl-C
-TIMEOUT_S = 600  # how long a rank waits for another one
-SECONDS, SIZE = number(float, 0.001, 10**6), number(float, 0, 10**6)
+STDLIB_BYTES = 8_000_000  # the first of the standard library, in alphabetical order: they load in under a second
+DATA_BYTES = 256_000_000  # the first of --data; a program reads no more
+PREEMPTED = 75  # a rank's exit code, os.EX_TEMPFAIL: it has saved, and is to be started again
+INTERRUPTED = 130  # a rank's exit code after Ctrl-C, when it has saved: 128 + the number of SIGINT, as in shells
+TIMEOUT_S = 600  # a rank waits so long for another one
+SECONDS = number(float, 0.001, 10**6)
+NOT_NEGATIVE = number(float, 0, 10**6)
 
 
 def parse(parser, n_ranks, script, arguments=None):
-    """Return the options in the list `arguments`, or of the command line. A mistake is given to parser.error."""
+    """Return the options in the list `arguments` (default: the command line). parser.error() gets a mistake.
+
+    script: Path of the train.py that runs on `n_ranks`.
+    """
     add = parser.add_argument
     add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
-    add("--weight-decay", type=SIZE, default=0.1, help="of AdamW (default %(default)s)")
+    add("--weight-decay", type=NOT_NEGATIVE, default=0.1, help="of AdamW (default %(default)s)")
     add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
     add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
-    add("--clip", type=SIZE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
+    add("--clip", type=NOT_NEGATIVE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--tp", type=COUNT, default=1, metavar="N", help="ranks that share each layer: stage 4 is then "
         "data-parallel over the others (default 1)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help=f"save there, also on Ctrl-C or a signal (exit code {PREEMPTED}); go on "
         "from there")
-    add("--save-every", type=COUNT, metavar="N", help="steps between two of them (default 100)")
-    add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of them, the newest; 0: all (default 3)")
+    add("--save-every", type=COUNT, metavar="N", help="steps between two saves (default 100)")
+    add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of the newest saves stay; 0: all (default 3)")
     add("--force", action="store_true", help="go on from a save of another command")
     add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
         "(default %(default)s)")
@@ -101,17 +109,18 @@ def parse(parser, n_ranks, script, arguments=None):
     if not args.checkpoint and (args.save_every is not None or args.keep is not None):
         parser.error("arguments --save-every and --keep: there is no --checkpoint DIR to save in")
     args.save_every = args.save_every or 100
-    args.keep = 3 if args.keep is None else args.keep
+    args.keep = 3 if args.keep is None else args.keep  # 0 keeps all
     args.lr = args.lr or model.lr
     return args
 
 
 def misfit(tp, script, world_size, n_heads, sequence_length):
-    """Return why `tp` ranks of a program can't share the layers, or None."""
-    folders_of_other_programs = STAGE_1, STAGE_2, STAGE_3, "training"
-    if tp > 1 and script.resolve().parent.name in folders_of_other_programs:
+    """Return the reason why `tp` ranks of a program can't share each layer, or None."""
+    folders_without_tp = STAGE_1, STAGE_2, STAGE_3, "training"
+    if tp > 1 and script.resolve().parent.name in folders_without_tp:
         return f"it is for {STAGE_4}/train.py, whose optimizer takes DTensors"
     for words, n in ((f"{world_size} ranks", world_size), (f"{n_heads} heads", n_heads),
                      (f"sequences of {sequence_length}", sequence_length)):
         if n % tp:
-            return f"{tp} ranks can't share each layer, {words} aren't divided by that"
+            return f"{tp} ranks can't share each layer: {words} can't be split into {tp} equal parts"
+    return None

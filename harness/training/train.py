@@ -158,7 +158,7 @@ class Run:
                  f"{args.data or stdlib}")
 
     def say(self, line):
-        if self.rank.rank == 0:
+        if self.rank.number == 0:
             print(line, flush=True)  # torchrun reads it through a pipe
 
 

@@ -113,21 +113,21 @@ def forge(folder, change):
 @on_ranks(2)
 def test_a_checkpoint_that_was_damaged_or_forged_is_refused(rank, tmp_path):
     """And one that was only written anew, with the same content, is loaded."""
-    if rank.rank == 0 and os.path.exists("/tmp/forged"):  # of a run in which code ran
+    if rank.number == 0 and os.path.exists("/tmp/forged"):  # of a run in which code ran
         os.remove("/tmp/forged")
     model, optimizer = a_run(rank, STAGES[3], **ADAMW, steps=2)
     whole = tmp_path / "whole"
     extra = {"step": 2, "average": torch.arange(100.0)}
     checkpoint.save(whole, model, optimizer, extra)
     a_step_before = a_run(rank, STAGES[3], **ADAMW, steps=1)
-    if rank.rank == 0:
+    if rank.number == 0:
         forge(whole, lambda *_: None)
     model, optimizer = a_run(rank, STAGES[3], seed=7, steps=1)
     for number, (what, (change, words)) in enumerate({**DAMAGE, **FORGED}.items()):
         folder = tmp_path / str(number) / "one"
         checkpoint.save(folder.with_name("before"), *a_step_before)
         with situation(what), nothing_changes(model, optimizer):
-            if rank.rank == 0:
+            if rank.number == 0:
                 shutil.copytree(whole, folder)
                 change(folder) if what in DAMAGE else forge(folder, change)
             dist.barrier()
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_changed(rank, 
             assert re.search(words, said_by_all(line)), line
     checkpoint.save(tmp_path / "1", *its, 1)
     with nothing_changes(*its):
-        line = error_of(lambda: checkpoint.load(tmp_path / str(rank.rank), *its))
+        line = error_of(lambda: checkpoint.load(tmp_path / str(rank.number), *its))
         assert line.endswith("the ranks read different checkpoints")
     checkpoint.save(tmp_path / "two groups", *in_groups(rank, "weight", "bias"))
     line = error_of(lambda: checkpoint.load(tmp_path / "two groups", *in_groups(rank, "bias", "weight")))

@@ -49,10 +49,10 @@ def test_an_fsdp2_run_goes_on_in_stage_4_to_the_bit(rank, layout, tmp_path):
 def test_torchs_converters_make_one_file_and_back(rank, stage, tmp_path):
     """Names, shapes and values as in plain torch, and no padding."""
     model, optimizer = a_run(rank, stage, steps=2)
-    checkpoint.save(tmp_path / stage, model, optimizer, {"rank": rank.rank, "past": (torch.arange(20.0), [1])})
+    checkpoint.save(tmp_path / stage, model, optimizer, {"rank": rank.number, "past": (torch.arange(20.0), [1])})
     expected = full(optimizer)
     names = [name for name, _ in model.named_parameters()]
-    if rank.rank == 0:
+    if rank.number == 0:
         dcp_to_torch_save(tmp_path / stage, tmp_path / "one.pt")
         found = torch.load(tmp_path / "one.pt", weights_only=True)
         assert equal(found["model"], dict(model.state_dict()))
@@ -117,12 +117,12 @@ def test_experts_of_smaller_process_groups_are_saved_together_by_their_global_na
     """
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     singles = [dist.new_group([number]) for number in range(4)]
-    half = rank.rank // 2
+    half = rank.number // 2
     of_half = [2 * half, 2 * half + 1]
     model, optimizer = with_experts(of_half, pairs[half])
-    checkpoint.save(tmp_path / "ep2", model, optimizer, {"rank": rank.rank})
-    one_each = with_experts([rank.rank], singles[rank.rank], seed=1)
-    assert checkpoint.load(tmp_path / "ep2", *one_each) == {"rank": rank.rank}
+    checkpoint.save(tmp_path / "ep2", model, optimizer, {"rank": rank.number})
+    one_each = with_experts([rank.number], singles[rank.number], seed=1)
+    assert checkpoint.load(tmp_path / "ep2", *one_each) == {"rank": rank.number}
     checkpoint.save(tmp_path / "ep4", *one_each)
     again = with_experts(of_half, pairs[half], seed=2)
     checkpoint.load(tmp_path / "ep4", *again)

@@ -36,7 +36,7 @@ def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, stage, c
     on_one = full_state_dict(pair.optimizer)
     on_all = full(pair.optimizer)
     plain = pair.replicated.optimizer.state_dict()
-    assert equal(on_one, on_all) if rank.rank == 0 else on_one == {}
+    assert equal(on_one, on_all) if rank.number == 0 else on_one == {}
     assert on_all["param_groups"] == plain["param_groups"] and close(on_all["state"], plain["state"])
 
 
@@ -106,7 +106,7 @@ def test_what_was_loaded_is_not_changed_in_the_dict_that_it_came_from(rank):
 @on_ranks(2, stage=SHARDED)
 def test_a_state_that_one_rank_has_cleared_is_not_put_together(rank, stage):
     _, optimizer = small(rank, stage, torch.nn.Linear(40, 40))
-    if rank.rank == 1:
+    if rank.number == 1:
         optimizer.optimizer.state.clear()
     line = error_of(lambda: full(optimizer))
     assert "elements only: some ranks have stepped it and others not, or cleared it" in line
@@ -126,10 +126,10 @@ def test_a_live_optimizer_moves_to_other_ranks(rank, stage, name):
         if turn:
             reshard(optimizer, None if len(ranks) == 4 else dist.new_group([*ranks]))
         for its, scheduler in zip(runs, schedulers):
-            if its[0] is plain or rank.rank in ranks:
+            if its[0] is plain or rank.number in ranks:
                 train(rank, *its, (2 * turn, 2 * turn + 1))
             scheduler.step()
-        if rank.rank in ranks:
+        if rank.number in ranks:
             assert optimizer.param_groups[0]["lr"] == pytest.approx(plain_optimizer.param_groups[0]["lr"])
             assert close(weights(model), weights(plain))
         else:
@@ -164,10 +164,10 @@ def test_a_move_to_different_groups_or_from_several_is_refused_on_every_rank(ran
     """Nobody waits for a rank that is elsewhere, and nothing is lost."""
     groups = {"0": dist.new_group([0, 1]), "1": dist.GroupMember.NON_GROUP_MEMBER, "a": None, "7": 7}
     last = dist.new_group([2])
-    here = last if rank.rank == 2 else groups["0"]
-    group = groups[ELSEWHERE[what][rank.rank]]
+    here = last if rank.number == 2 else groups["0"]
+    group = groups[ELSEWHERE[what][rank.number]]
     model, optimizer = a_run(rank, stage, here if what == "from several" else None, **ADAMW, steps=1)
-    if what == "destroyed" and rank.rank < 2:
+    if what == "destroyed" and rank.number < 2:
         dist.destroy_process_group(group)
     why = {"from several": "of several", "no group on one": "must be a ProcessGroup, such as .*, not a int"}.get(what)
     with nothing_changes(model, optimizer):
@@ -180,7 +180,7 @@ def test_who_is_outside_has_no_part_in_the_state(rank, stage, tmp_path):
     """Nor in a group that the others have added meanwhile."""
     model, optimizer = small(rank, stage)
     reshard(optimizer, dist.new_group([0, 2]))
-    if rank.rank == 1:
+    if rank.number == 1:
         for call in (lambda: checkpoint.save(tmp_path / "one", model, optimizer), lambda: full(optimizer)):
             assert "in no process group since reshard" in error_of(call)
         assert full_state_dict(optimizer) == {}
@@ -192,7 +192,7 @@ def test_who_is_outside_has_no_part_in_the_state(rank, stage, tmp_path):
 @on_ranks(2)
 def test_whole_parameters_and_dtensors_stay_where_they_are(rank):
     weight = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    alone = [dist.new_group([number]) for number in range(2)][rank.rank]
+    alone = [dist.new_group([number]) for number in range(2)][rank.number]
     of_dtensors = optimizer_of(STAGES[3])([torch.nn.Parameter(weight)], process_group=alone)
     for optimizer in (of_dtensors, a_run(rank, None)[1], a_run(rank, STAGES[1])[1]):
         line = error_of(lambda: reshard(optimizer, None), TypeError)

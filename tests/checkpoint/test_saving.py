@@ -38,7 +38,7 @@ def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
     write = files.write
     extra = {"step": 1, "average": torch.zeros(20)}
     before = copy.deepcopy([weights(model), full(optimizer)])
-    if rank.rank == 0:  # its thread waits for that of rank 1, in the group of the save
+    if rank.number == 0:  # its thread waits for that of rank 1, in the group of the save
         let_go.set()
     with mock.patch.object(files, "write", lambda *args: (let_go.wait(30), write(*args))[1]):
         saving = checkpoint.save(path, model, optimizer, extra, asynchronous=True)
@@ -62,12 +62,12 @@ def test_a_failed_asynchronous_save_is_printed_and_told_by_the_next(rank, stage,
     folder = tmp_path / stage
     full_there = mock.patch.object(storage.SummedFile, "write", side_effect=OSError(28, "No space left on device"))
     for name in ("one", "two"):
-        with full_there if rank.rank == 1 else contextlib.nullcontext(), mock.patch("sys.stderr.write") as printed:
+        with full_there if rank.number == 1 else contextlib.nullcontext(), mock.patch("sys.stderr.write") as printed:
             saving = checkpoint.save(folder / name, model, optimizer, asynchronous=True)
             wait([saving])
         words = f"{name} can't be written: rank 1: No space left on device"
         assert printed.call_args_list[0][0][0].endswith(words)
-        if name == "two" and rank.rank == 0:
+        if name == "two" and rank.number == 0:
             assert error_of(saving.result).endswith(words)
         assert said_by_all(error_of(lambda: checkpoint.save(folder / "none", model, optimizer))).endswith(words)
     checkpoint.save(folder / "three", model, optimizer, asynchronous=True).result()
@@ -100,10 +100,10 @@ def test_ranks_in_unlike_numbers_of_groups_save_together(rank, tmp_path):
     """torch names the group of some ranks after the number of groups that each is in, and would wait forever."""
     dist.new_group([1])
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
-    if rank.rank < 2:
+    if rank.number < 2:
         run = small(rank, STAGES[3], process_group=group)
-        checkpoint.save(tmp_path / "one", *run, rank.rank)
-        assert checkpoint.load(tmp_path / "one", *run) == rank.rank
+        checkpoint.save(tmp_path / "one", *run, rank.number)
+        assert checkpoint.load(tmp_path / "one", *run) == rank.number
     dist.barrier()
 
 
@@ -129,7 +129,7 @@ def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, c
 
     def line_of(call, module, name, error):
         fails = mock.patch.object(module, name, side_effect=error)
-        with situation(name), fails if rank.rank == bad_rank else contextlib.nullcontext():
+        with situation(name), fails if rank.number == bad_rank else contextlib.nullcontext():
             return said_by_all(error_of(call, checkpoint.CheckpointError))
 
     of_rank = [] if stage is None else OF_SAVE  # of a plain optimizer, rank 0 writes everything
@@ -161,8 +161,8 @@ def test_an_interrupt_in_a_save_stays_one(rank, tmp_path):
     """Ctrl-C comes to rank 0; the others say so; nothing is left; the next save works."""
     run = small(rank, STAGES[3])
     interrupt = mock.patch.object(storage.Writer, "write_data", side_effect=KeyboardInterrupt)
-    kind = checkpoint.CheckpointError if rank.rank else KeyboardInterrupt
-    with contextlib.nullcontext() if rank.rank else interrupt, pytest.raises(kind):
+    kind = checkpoint.CheckpointError if rank.number else KeyboardInterrupt
+    with contextlib.nullcontext() if rank.number else interrupt, pytest.raises(kind):
         checkpoint.save(tmp_path / "one", *run)
     dist.barrier()
     assert not left_in(tmp_path)
@@ -175,15 +175,15 @@ def test_a_place_that_cannot_be_written_is_one_line_and_nothing_is_left(rank, st
     """A full disk on the last rank; a file for a folder; a folder for each rank; a path for each rank."""
     model, optimizer = a_run(rank, stage, steps=2)
     folder = tmp_path / stage
-    own = folder / str(rank.rank)
+    own = folder / str(rank.number)
     own.mkdir(parents=True)
     (folder / "file").touch()
     there = mock.patch.object(files.Path, "is_file", return_value=False)  # of another host
     for path, words, situation_of_rank in (
-            (folder / "full" / "one", "rank 1: File too large", full_disk(1000) if rank.rank else None),
+            (folder / "full" / "one", "rank 1: File too large", full_disk(1000) if rank.number else None),
             (folder / "elsewhere", "of another rank isn't here: all need the same folder", there),
             (folder / "file" / "one", "Not a directory", None), (own.parent, "it exists already", None),
-            (folder / f"at-{rank.rank}", "the path is .*at-1 on rank 1, and .*at-0 on rank 0: all ranks must", None)):
+            (folder / f"at-{rank.number}", "the path is .*at-1 on rank 1, and .*at-0 on rank 0: all ranks must", None)):
         with situation(path), nothing_changes(model, optimizer), situation_of_rank or contextlib.nullcontext():
             line = error_of(lambda: checkpoint.save(path, model, optimizer))
             assert re.search(f"can't be written.*{words}", line), line
@@ -201,11 +201,11 @@ def test_what_would_not_be_loaded_again_is_not_saved(rank, stage, tmp_path):
     def refusal(*run_and_extra):
         return said_by_all(error_of(lambda: checkpoint.save(folder / "one", *run_and_extra)))
 
-    other = torch.nn.Linear(3 + rank.rank, 3)
+    other = torch.nn.Linear(3 + rank.number, 3)
     line = refusal(other, torch.optim.AdamW(other.parameters()))
     assert "weight is a tensor of shape (3, 4) on rank 1, and a tensor of shape (3, 3) on rank 0: all ranks" in line
     assert "has a parameter or state of shape (7, 7), which isn't the model's" in refusal(other, optimizer)
-    extra = np.zeros(2) if rank.rank else {"step": 1}
+    extra = np.zeros(2) if rank.number else {"step": 1}
     assert "rank 1: load() can't read extra.1 again: it holds numpy" in refusal(model, optimizer, extra)
     optimizer.param_groups[0]["mine"] = tmp_path
     assert "can't read optimizer.param_groups.0.mine again: it holds pathlib" in refusal(model, optimizer)

@@ -133,7 +133,7 @@ def from_each_to(targets, rank, kinds, dtype, path, options=None):
     groups = {name: dist.new_group(ranks) for name, (_, ranks) in kinds.items()}
     before = {}
     for name, (stage, ranks) in kinds.items():
-        if rank.rank in ranks:
+        if rank.number in ranks:
             run = built(rank, name, stage, dtype, 0, groups[name])
             steps_of(*run, range(2))
             saved(path / name, *run, groups[name], options)
@@ -143,7 +143,7 @@ def from_each_to(targets, rank, kinds, dtype, path, options=None):
         before[name] = everyone[ranks[0]]
     for source, target in targets(list(kinds)):
         stage, ranks = kinds[target]
-        if rank.rank in ranks:
+        if rank.number in ranks:
             with situation(f"{source} -> {target}"):
                 fresh = built(rank, target, stage, dtype, 1, groups[target])
                 run = loaded(path / source, *fresh, groups[target], options)
@@ -207,7 +207,7 @@ def test_fp16_under_gradscaler_goes_on_after_a_save(rank, stage, tmp_path):
     expected = full(optimizer)
     for n_ranks in (4, 3, 2, 1):
         group = dist.new_group([*range(n_ranks)])
-        if rank.rank < n_ranks:
+        if rank.number < n_ranks:
             its_model, its_optimizer, its_scaler = fresh(1, group)
             its_scaler.load_state_dict(checkpoint.load(tmp_path / stage, its_model, its_optimizer))
             steps_of(its_model, its_optimizer, range(6, 10), its_scaler)
@@ -252,7 +252,7 @@ def test_a_fresh_optimizer_is_read_without_a_change(rank, stage):
             assert list(of_optimizer["state"]["weight"]) == ["momentum_buffer"] and not calls
             assert bool(optimizer.state) and not optimizer.optimizer.state
         for number in range(2):
-            model(torch.full((1, 5), 1.0 + number + rank.rank)).sum().backward()
+            model(torch.full((1, 5), 1.0 + number + rank.number)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         runs.append(model.weight)
@@ -295,7 +295,7 @@ def test_a_file_of_one_rank_is_for_that_rank_and_a_whole_state_for_all(rank, sta
     dist.all_gather_object(of_ranks, own)
     line = error_of(lambda: optimizer.load_state_dict(of_ranks[0]), ValueError)
     assert "save with torch.distributed.checkpoint, which cuts states for other ranks" in line
-    old = {**own, "world_size": 2, "rank": rank.rank}
+    old = {**own, "world_size": 2, "rank": rank.number}
     assert "made by version 0.3 or before" in error_of(lambda: optimizer.load_state_dict(old), ValueError)
     assert equal(full(optimizer), before)
     again = a_run(rank, stage, dtype=dtype, seed=1)
@@ -319,8 +319,8 @@ def test_torchs_full_state_is_refused_and_a_plain_ones_is_cut(rank, stage):
     names = [name for name, param in model.named_parameters()]
     by_name = {"state": {names[index]: entries for index, entries in plain["state"].items()},
                "param_groups": [{**plain["param_groups"][0], "params": names}]}
-    set_model_state_dict(others[0], {} if rank.rank else of_model, options=of_all)
-    set_optimizer_state_dict(*others, {} if rank.rank else by_name, options=of_all)
+    set_model_state_dict(others[0], {} if rank.number else of_model, options=of_all)
+    set_optimizer_state_dict(*others, {} if rank.number else by_name, options=of_all)
     assert equal([weights(others[0]), full(others[1])["state"]], [weights(model), plain["state"]])
 
 

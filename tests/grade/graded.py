@@ -273,7 +273,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "Noop": Wrong(Right, {"return [param for": "return [param.clone().detach().requires_grad_() for"}, BY_HAND,
         "nothing has moved, on any rank", by_hand.NOTHING["no gradients"]),
     "NotTheOwner": Wrong(Right, {"group_src=owner": "group_src=(owner + 1) % self.d"}, BY_HAND,
-        "nothing has moved in the end; in between rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
+        "nothing has moved; after the inner step rank 0 elements 0-3, 8-11, rank 1 elements 4-7, 12-15 had",
         by_hand.OVERWRITTEN),
     "Nobodys": Wrong(Right, {MINE: f"{MINE[:-1]} and param is not self.params[-1]]"}, BY_HAND,
         "elements 12-15 have moved on no rank", "nobody owns these parameters"),
@@ -332,8 +332,8 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "        self.first = {param: param.detach().clone() for param in params}\n"
         "        super().__init__(self.first, *args, **kwargs)\n\n    def owned(self):\n",
         "param.detach().clone())": "self.first[param])"}, START,
-        "so it is; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
-        "what the inner optimizer steps was copied before the broadcast"),
+        "the constructor does; but a step with gradients of 0 makes elements 4-7, 12-15 of rank 0 1",
+        "the inner optimizer's copies were made before the broadcast"),
     "In16Bits": Wrong(Right, {"self.average(param.grad)": "self.average(short := param.grad.bfloat16())\n"
         "            param.grad.copy_(short)"}, SGD, "after step 1, ", by_hand.ALMOST),
     "KeepsGrads": Wrong(Right, {"param.grad = None": "pass"}, SGD,
@@ -416,7 +416,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
         "it has waited for 8 of 8 messages", "a module waits for its own parameters alone"),
     # What is read first arrives last.
     "ComesBackwards": Wrong(STAGE_4, {"in reversed(self.buckets)": "in self.buckets"}, FIRST,
-        "it has waited for 2 of 8 messages", "what the forward pass reads first must"),
+        "it has waited for 2 of 8 messages", "send first the parameters that the"),
     # As many bytes as a sum where there are two ranks.
     "GathersGrads": Wrong(Right, {AVERAGED: "grads = [torch.empty_like(grad) for _ in range(self.d)]\n"
         "        dist.all_gather(grads, grad, group=self.group)\n" "        grad.copy_(sum(grads) / self.d)"}, BYTES,
@@ -493,7 +493,7 @@ WRONG = {  # without those of docs/exercise.md, which are graded too
     "Keeps": Wrong(Right, {"self.optimizer.step()":
         "self.log = [*getattr(self, 'log', []), self.params[0].grad.clone()]\n        self.optimizer.step()"},
         "nothing is kept from step", "0.49 bytes a parameter more in each step",
-        "something of every step is kept", "", "a rank holds as much after step 6 as after step 2"),
+        "each step leaves something behind", "", "a rank holds as much after step 6 as after step 2"),
     "InHalf": Wrong(Whole, {"        super().sync_grads()\n        self.is": "        for param in self.params():\n"
         "            param.dtype == torch.bfloat16 and param.grad.copy_(param.grad.half())\n"
         "        super().sync_grads()\n        self.is"}, SIXTEEN,

@@ -273,7 +273,7 @@ def prediction(section):
 PREDICTIONS = list(map(prediction, re.split(r"^### \d+\. ", DOCS, flags=re.MULTILINE)[1:]))
 CAUSES = {  # number -> what the page leaves to the grader
     1: by_hand.SUMMED, 2: by_hand.NOT_RECEIVED, 3: "the lr of a scheduler doesn't arrive",
-    4: by_hand.NOTHING["zeros"], 5: by_hand.NOT_FINISHED, 6: "who packs and who cuts disagree"}
+    4: by_hand.NOTHING["zeros"], 5: by_hand.NOT_FINISHED, 6: "packing and cutting disagree"}
 
 
 @pytest.mark.parametrize("number", CAUSES)

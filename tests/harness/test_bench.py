@@ -164,7 +164,7 @@ def test_a_time_is_that_of_the_slowest_rank_and_the_drain_is_no_step_s(rank):
     now = [0.0]
 
     def takes(seconds):
-        now[0] += seconds * rank.rank
+        now[0] += seconds * rank.number
     with mock.patch.object(examine.time, "perf_counter", lambda: now[0]):
         found = examine.time_warm_steps(rank, lambda number: takes(0.05 * (number > 0)), range(5), lambda: takes(0.2))
     assert found == pytest.approx([50, 200])

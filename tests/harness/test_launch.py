@@ -23,16 +23,16 @@ pytestmark = pytest.mark.waits
 
 
 def add(rank, a, b):
-    total = torch.tensor(float(a + b + rank.rank), device=rank.device)
+    total = torch.tensor(float(a + b + rank.number), device=rank.device)
     dist.all_reduce(total)
     return total.item(), os.getpid()
 
 
 def fails_on_rank_1(rank, how):
     event({"pid": os.getpid()})
-    if rank.rank == 1 and how == "raise":
+    if rank.number == 1 and how == "raise":
         raise ValueError("the loss is nan")
-    if rank.rank == 1:
+    if rank.number == 1:
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     dist.barrier()  # the others wait here for a rank that never comes
 

@@ -135,9 +135,9 @@ def both(rank, name, in_place, dtype=torch.float32, op=None):
     """-> what it makes, and the bytes that it sends, by gloo and by the exchange. `op`: of a reduce-scatter."""
     found = []
     for transport in (contextlib.nullcontext, exchange.in_place_of_gloos):
-        torch.manual_seed(rank.rank)
+        torch.manual_seed(rank.number)
         whole = torch.randn(rank.world_size * N).to(dtype)
-        part = whole.view(rank.world_size, N)[rank.rank]
+        part = whole.view(rank.world_size, N)[rank.number]
         part = part if in_place else part.clone()
         with transport(), Ledger() as ledger:
             output = part if op else whole
@@ -168,7 +168,7 @@ def test_it_holds_pieces_and_no_second_input(rank):
     """Two pieces for each rank, and one while it adds; the input has 43 to 64 of them."""
     full = torch.ones(rank.world_size * N * 8)
     with Memory("cpu") as memory, exchange.in_place_of_gloos():
-        dist.reduce_scatter_tensor(full.view(rank.world_size, -1)[rank.rank], full)
+        dist.reduce_scatter_tensor(full.view(rank.world_size, -1)[rank.number], full)
     assert memory.peak - full.nbytes <= (2 * rank.world_size + 2) * exchange.PIECE_BYTES
 
 

@@ -19,7 +19,7 @@ from harness.training.rows import RowId
 from tests.common import one_rank_of
 from tests.ranks import run_module
 
-TINY, NANO = options.NAMED["tiny"], options.NAMED["nano"]
+TINY, NANO = options.SPECS["tiny"], options.SPECS["nano"]
 COST = alone.Cost(activations=1000.0, flops=2000.0)
 
 
@@ -45,8 +45,8 @@ def test_a_dry_run_holds_what_the_guarded_optimizer_holds_on_real_tensors(name):
 
 def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_layers_hold_parts():
     with alone.fake(1):
-        for spec, numel in ((options.NAMED["7b"], 6_738_415_616), (options.NAMED["13b"], 13_015_864_320),
-                            (options.NAMED["7b"]._replace(tensor_parallel=2), 6_738_415_616 / 2)):
+        for spec, numel in ((options.SPECS["7b"], 6_738_415_616), (options.SPECS["13b"], 13_015_864_320),
+                            (options.SPECS["7b"]._replace(tensor_parallel=2), 6_738_415_616 / 2)):
             counted = sum(param.numel() for param in models.model_of(spec, "bfloat16").parameters())
             assert counted == pytest.approx(numel, rel=1e-4 if spec.tensor_parallel == 2 else 0)
 

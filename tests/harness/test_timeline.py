@@ -52,7 +52,7 @@ def test_one_step_by_hand():
 def test_the_step_of_median_length_is_shown_on_every_rank(rank):
     """Of the slowest rank's lengths 9, 5, 2, 7, 6, the first step aside, that is 6."""
     phases = []
-    for seconds in [3, *((9, 1, 2, 7, 6), (1, 5, 1, 1, 1))[rank.rank]]:
+    for seconds in [3, *((9, 1, 2, 7, 6), (1, 5, 1, 1, 1))[rank.number]]:
         now = phases[-1][2] if phases else 0
         phases += [("forward", now, now), ("backward", now, now), ("step", now, now + seconds)]
     assert timeline.median_step(SimpleNamespace(phases=phases)) == 5

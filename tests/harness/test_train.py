@@ -55,7 +55,7 @@ def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_pa
 
 
 @pytest.mark.parametrize("script, args, message", [
-    (TRAIN_4, ["--tp", "3"], "2 ranks aren't divided by that"),
+    (TRAIN_4, ["--tp", "3"], "2 ranks can't be split into 3 equal parts"),
     (f"{STAGE_3}/train.py", ["--tp", "2"], "it is for stage4_overlap/train.py"),
     (f"{STAGE_2}/train.py", ["--data", "/nowhere"], "there is no such file"),
 ])

@@ -13,7 +13,7 @@ from tests.common import mesh_of
 
 def make_groups(rank):
     """Make a group on one rank alone, a mesh that torch's caches remember, and a core that its parameter keeps."""
-    if rank.rank == 0:
+    if rank.number == 0:
         dist.new_group([0], use_local_synchronization=True)
     distribute_tensor(torch.ones(4), mesh_of("cpu", (2,)), [Shard(0)]).full_tensor()
     params = [torch.nn.Parameter(torch.ones(4))]

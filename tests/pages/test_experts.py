@@ -28,7 +28,7 @@ def train(rank, ep, steps=STEPS, plain=False, load=None, save=None):
         checkpoint.load(load, model, optimizer)
     losses = []
     for step in steps:
-        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(step)).chunk(rank.world_size)[rank.rank]
+        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(step)).chunk(rank.world_size)[rank.number]
         loss = torch.nn.functional.mse_loss(model(x), x[:, :4].tanh())
         loss.backward()
         if plain:

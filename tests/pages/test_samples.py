@@ -107,7 +107,7 @@ def is_replicated(rank, model, make_optimizer):
     """Whether DDP with that optimizer trains another model to the same bits."""
     other = Loss()
     forward, optimizer = DistributedDataParallel(other), make_optimizer(other.parameters())
-    for batch in batches_of(rank.rank):
+    for batch in batches_of(rank.number):
         forward(batch).backward()
         optimizer.step()
         forward.zero_grad()
@@ -116,22 +116,22 @@ def is_replicated(rank, model, make_optimizer):
 
 def in_60_seconds(rank):
     model = Loss()
-    names = names_of("README.md", "rank, d = ", model=model, batches=batches_of(rank.rank))
+    names = names_of("README.md", "rank, d = ", model=model, batches=batches_of(rank.number))
     return len(names["optimizer"].state) == 2 and is_replicated(rank, model, torch.optim.AdamW)  # of four parameters
 
 
 def stage_4(rank):
     model = Loss()
-    names = names_of("README.md", "import torch\n", model=model, batches=batches_of(rank.rank))
+    names = names_of("README.md", "import torch\n", model=model, batches=batches_of(rank.number))
     names["optimizer"].finish_param_sync()
     return is_replicated(rank, model, functools.partial(torch.optim.AdamW, lr=3e-4, fused=True))
 
 
 def rung_between(rank):
     names, model = names_of(f"{STAGE_3}/README.md", "# not in the core"), Loss()
-    for batch in batches_of(rank.rank):
+    for batch in batches_of(rank.number):
         model(batch).backward()
-        names["step"](list(model.parameters()), 0.1, rank.rank, rank.world_size)
+        names["step"](list(model.parameters()), 0.1, rank.number, rank.world_size)
         model.zero_grad()
     return is_replicated(rank, model, lambda params: torch.optim.SGD(params, lr=0.1))
 
@@ -142,14 +142,14 @@ def buffers_of_rank_0(rank):
     exec(function, names := {"torch": torch})
     model = nn.BatchNorm1d(6)
     forward = DistributedDataParallel(nn.BatchNorm1d(6))
-    for batch in batches_of(rank.rank):
+    for batch in batches_of(rank.number):
         model(batch).sum().backward()
         forward(batch).sum().backward()
     own = model.running_mean.clone()
     names["broadcast_buffers"](model)
     expected = forward.module.running_mean
     dist.broadcast(expected, src=0)
-    return torch.equal(model.running_mean, expected) and torch.equal(own, expected) == (rank.rank == 0)
+    return torch.equal(model.running_mean, expected) and torch.equal(own, expected) == (rank.number == 0)
 
 
 @pytest.mark.parametrize("world_size", [2])

@@ -26,7 +26,7 @@ def test_micro_batches_of_unequal_lengths_are_those_of_one_process(rank, stage, 
     d = rank.world_size
     n_tokens = 5 * d + sum(range(1, d + 1))
     for step in (1, 2):
-        for number, n_own in enumerate((rank.rank + 1, 5)):
+        for number, n_own in enumerate((rank.number + 1, 5)):
             with no_sync_if(optimizer, number == 0):
                 loss_sum = n_own * weight.sum()
                 (loss_sum if factor_type else loss_sum * (d / n_tokens)).backward()
@@ -42,7 +42,7 @@ def test_micro_batches_of_unequal_lengths_are_those_of_one_process(rank, stage, 
 @on_ranks(4, is_number=[False, True])
 def test_experts_are_divided_by_all_ranks_whose_tokens_they_have_seen(rank, stage, is_number):
     """Two ranks have each expert, and gradients of 1 and 2: tokens of four ranks, so a step subtracts 3 / 4."""
-    edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.rank % 2]
+    edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.number % 2]
     weight = parameter_of(0, rank, n=64)
     optimizer = sgd_of(stage, [weight], process_group=edp, average_over=4 if is_number else dist.group.WORLD)
     ((1 + dist.get_rank(edp)) * weight.sum()).backward()
@@ -53,11 +53,11 @@ def test_experts_are_divided_by_all_ranks_whose_tokens_they_have_seen(rank, stag
 
 @on_ranks(2, bad=["text", True, 0, math.nan, math.inf, "other"])
 def test_average_over_is_a_group_or_a_number_and_the_same_everywhere(rank, stage, bad):
-    weight = parameter_of(1 + rank.rank, rank)
-    average_over = 1 + rank.rank if bad == "other" else bad
+    weight = parameter_of(1 + rank.number, rank)
+    average_over = 1 + rank.number if bad == "other" else bad
     error = error_of(lambda: sgd_of(stage, [weight], average_over=average_over), ValueError)
     assert ("average_over is 1 on rank 0 and 2 on rank 1" if bad == "other" else f"average_over is {bad}: it") in error
-    assert weight.eq(1 + rank.rank).all()
+    assert weight.eq(1 + rank.number).all()
     if stage == STAGE_1:
         error = error_of(lambda: sgd_of(stage, [weight], average_over=2, average_gradients=False), ValueError)
         assert "DDP has divided" in error

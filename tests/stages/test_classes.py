@@ -67,7 +67,7 @@ def test_a_class_that_reads_the_loss_gets_a_closure_that_returns_the_mean(rank, 
     optimizer = optimizer_of(stage)([weight], Polyak, lr=1.0)
 
     def closure():
-        loss = weight.sum() * (1 + 2 * rank.rank)
+        loss = weight.sum() * (1 + 2 * rank.number)
         loss.backward()
         return loss
 
@@ -128,13 +128,13 @@ def test_a_chain_has_what_an_optimizer_has(rank, stage):
 
     def closure(factor=1.0):
         (factor * sum(param.sum() for param in model.parameters())).backward()
-        return float(rank.rank)
+        return float(rank.number)
 
     assert chain.step(closure) == 0.5
     chain.finish_param_sync()
     assert all(map(torch.equal, model.parameters(), [param - 1 for param in before]))
     chain.zero_grad()
-    closure(torch.inf if rank.rank else 1.0)
+    closure(torch.inf if rank.number else 1.0)
     error = error_of(lambda: chain.clip_grad_norm_(1.0, error_if_nonfinite=True))
     assert "the norm of all gradients is" in error
     assert "call add_param_group() of one in Chained.optimizers" in error_of(

@@ -147,7 +147,7 @@ def test_buckets_of_the_core_leave_in_order_two_at_a_time_and_release_gradients(
     send_grads = optimizer.send_grads
     optimizer.send_grads = lambda bucket: (left.append(optimizer.buckets.index(bucket)), send_grads(bucket))
     before = [layer.weight.detach().clone() for layer in layers]
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(rank.rank)).tolist()
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(rank.number)).tolist()
     outputs = {i: layers[i](torch.ones(2, 7)) * (i + 1) for i in order}
     sum(outputs[i].sum() for i in range(6)).backward()
     assert left == list(range(6)), f"buckets left as {left}"

@@ -81,7 +81,7 @@ class Drawn:
         for _ in places:
             shape, dtype = self.draw.choice(SHAPES), self.draw.choice(self.dtypes)
             value = self.tensor(shape, self.draw.random).to(dtype)
-            self.model.append(nn.Parameter(value + self.rank.rank))  # the stage takes rank 0's
+            self.model.append(nn.Parameter(value + self.rank.number))  # the stage takes rank 0's
             self.values.append(value.to(torch.promote_types(dtype, torch.float32)) if self.has_main_params else value)
             self.values[-1].grad = torch.zeros_like(self.values[-1]) if self.has_zeros else None
         settings = {"lr": self.draw.choice([0.001, 0.02, 0.1]), "weight_decay": self.draw.choice([0.0, 0.1])}
@@ -125,7 +125,7 @@ class Drawn:
                     times = self.draw.randint(1, 2) if self.checkpoints else 1
                     value.grad = (times * mean).to(value) if value.grad is None else value.grad + times * mean
                     losses += times * [functools.partial(weighted_sum, param, (d * mean).to(param))]
-            if rank == self.rank.rank:
+            if rank == self.rank.number:
                 own_used, own_losses = used, losses
         for place in trained if freezes else []:
             self.model[place].requires_grad_(place in own_used)
@@ -177,7 +177,7 @@ class Drawn:
             assert torch.allclose(*(norm.double() for norm in norms), rtol=1e-6), norms
             self.draw.choice([self.step, self.zero_grad])()
         elif name == "closure":
-            loss = self.step(lambda: self.backward() or float(self.rank.rank))  # backward() returns None
+            loss = self.step(lambda: self.backward() or float(self.rank.number))  # backward() returns None
             assert loss == (self.rank.world_size - 1) / 2  # the mean
         elif name == "save":  # and load into a new optimizer. Its model is new, too, or the older optimizer lives on
             saved = copy.deepcopy(self.optimizer.state_dict())

@@ -201,7 +201,7 @@ def test_an_inf_on_one_tensor_parallel_rank_makes_all_skip(rank):
     before = [whole(param).clone() for param in model.parameters()]
     with optimizer.no_sync():
         scaler.scale(loss_of(rank, model, 0, 0)).backward()
-    if rank.rank == 3:
+    if rank.number == 3:
         model.up.weight.grad.to_local()[0, 0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
@@ -217,7 +217,7 @@ def test_what_it_can_not_do_is_said_in_one_line(rank):
     as_by_fsdp = nn.Parameter(
         DTensor.from_local(torch.ones(2, 2), mesh_of(rank), [_StridedShard(0, split_factor=2), Shard(0)]))
     optimizer = build(rank)[1]
-    of_neighbour = all_of(optimizer.state_dict())[rank.rank ^ 1]
+    of_neighbour = all_of(optimizer.state_dict())[rank.number ^ 1]
     for words, function in [
         ("parameter first.weight is spread over ranks of process_group already: pass the data-parallel dimension of "
          'the mesh, as process_group=mesh["dp"]', lambda: DistributedOptimizer(named)),

@@ -9,7 +9,7 @@ import torch
 
 from harness import STAGE_3, STAGE_4, STAGES
 from harness.planning.alone import STATES, record
-from harness.training.options import NAMED
+from harness.training.options import SPECS
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
 from tests.pairs import ADAMW, sgd_of
@@ -37,9 +37,9 @@ def after_each_step(rank, stage, row, after_unscale, explodes, scale):
     optimizer = optimizer_of(stage)(model.parameters(), **({"grad_dtype": grad_dtype} if grad_dtype else {}), **ADAMW)
     scaler, history = scaler_of(rank, scale), []
     for step in [0, 2, 3] if explodes and scale == 1 else range(4):
-        x, y = batch(step, rank.rank)
+        x, y = batch(step, rank.number)
         loss = (model(x.to(dtype)).float() - y).square().mean()
-        scaler.scale(loss * torch.inf if explodes and step == rank.rank == 1 else loss).backward()
+        scaler.scale(loss * torch.inf if explodes and step == rank.number == 1 else loss).backward()
         if after_unscale and scale > 1:
             scaler.unscale_(optimizer)
             after_unscale(optimizer, model)
@@ -90,7 +90,7 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, what):
     stage, dtype, kwargs, go_backward = SEES_NONE[what]
     params, scaler = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2)], scaler_of(rank)
     optimizer = sgd_of(stage, params, **kwargs)
-    go_backward(optimizer, [scaler.scale(param.sum()) for param in params], rank.rank)
+    go_backward(optimizer, [scaler.scale(param.sum()) for param in params], rank.number)
     scaler.unscale_(optimizer)
     assert "clip_grad_norm_(max_norm * scaler.get_scale())" in error_of(lambda: scaler.step(optimizer))
 
@@ -103,7 +103,7 @@ def test_bytes_a_parameter_are_those_of_the_formula(name, choice, formula):
     """Stage 4 holds two bucket buffers besides: b."""
     for d in (2, 64):
         with situation((name, d)):
-            found = record(choice, NAMED["tiny"], d)
+            found = record(choice, SPECS["tiny"], d)
             b = found.held["buffers"] / found.numel
             assert sum(found.held.values()) / found.numel == pytest.approx(eval(formula, {"d": d, "b": b}), rel=0.01)
             assert bool(b) == name.startswith("stage 4")
@@ -117,11 +117,11 @@ def test_bytes_a_parameter_are_those_of_the_formula(name, choice, formula):
 def test_a_grad_dtype_that_the_buffer_cannot_take_is_refused(rank, dtypes_and_grad_dtype):
     """Refuse it before anything changes, in the constructor and for a group that is added."""
     dtypes, grad_dtype = dtypes_and_grad_dtype
-    params = [torch.nn.Parameter(torch.full((5,), rank.rank + 1.0, dtype=dtype)) for dtype in dtypes]
+    params = [torch.nn.Parameter(torch.full((5,), rank.number + 1.0, dtype=dtype)) for dtype in dtypes]
     words = f"of group 0 is {dtypes[-1]}: its gradients can't be kept in {grad_dtype}"
     with pytest.raises(ValueError, match=f"parameter {len(dtypes) - 1} {words}"):
         DistributedOptimizer(params, grad_dtype=grad_dtype)
-    assert all(param.eq(rank.rank + 1).all() for param in params)
+    assert all(param.eq(rank.number + 1).all() for param in params)
     optimizer = DistributedOptimizer([torch.nn.Parameter(torch.ones(5, dtype=grad_dtype))], grad_dtype=grad_dtype)
     with pytest.raises(ValueError, match="of group 1 is .* can't be kept in"):
         optimizer.add_param_group({"params": params})

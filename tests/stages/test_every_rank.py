@@ -52,12 +52,12 @@ def test_a_state_dict_that_one_rank_refuses_changes_nothing_on_any(rank, stage, 
     saved = copy.deepcopy(optimizer.state_dict())
     go(1)
     before = copy.deepcopy(optimizer.state_dict())
-    if rank.rank == 1:
+    if rank.number == 1:
         saved = BAD_STATES[bad](saved)
         if bad == "a hook raises":
             optimizer.register_load_state_dict_pre_hook(hook_that_raises)
     error = error_of(lambda: optimizer.load_state_dict(saved), ValueError, TypeError)
-    assert error.startswith("rank 1: ") == (rank.rank == 0)
+    assert error.startswith("rank 1: ") == (rank.number == 0)
     assert str(optimizer.state_dict()) == str(before)
 
 
@@ -72,7 +72,7 @@ def test_state_dicts_of_different_steps_are_refused_on_every_rank(rank, stage, g
         scheduler.step()
         states.append(copy.deepcopy(optimizer.state_dict()))
     what = "n_steps is 2.0 on rank 0 and 4.0 on rank 1" if gamma == 1 else "lr of group 0 is 0.005 on rank 0 and 0.0025"
-    assert what in error_of(lambda: optimizer.load_state_dict(states[rank.rank]), ValueError)
+    assert what in error_of(lambda: optimizer.load_state_dict(states[rank.number]), ValueError)
     optimizer.load_state_dict(states[0])
     assert optimizer.state_dict()["n_steps"] == 2
 
@@ -83,9 +83,9 @@ def test_arguments_that_differ_are_refused_on_every_rank(rank, stage, name):
     """In the message that stage 4 has anyway. The gradients are dropped, and the next step is as without that."""
     pair = Pair(rank, stage)
     backward(pair.model, rank, 7)
-    calls = {"factor": lambda: pair.optimizer.scale_grads_(1.0 + rank.rank),
-             "max_norm": lambda: pair.optimizer.clip_grad_norm_(1.0 + rank.rank),
-             "norm_type": lambda: pair.optimizer.clip_grad_norm_(1.0, 1.0 + rank.rank)}
+    calls = {"factor": lambda: pair.optimizer.scale_grads_(1.0 + rank.number),
+             "max_norm": lambda: pair.optimizer.clip_grad_norm_(1.0 + rank.number),
+             "norm_type": lambda: pair.optimizer.clip_grad_norm_(1.0, 1.0 + rank.number)}
     assert f"{name} is 1.0 on rank 0 and 2.0 on rank 1: set the same" in error_of(calls[name])
     pair.backward(0)
     pair.clip(0.05)
@@ -100,7 +100,7 @@ def test_a_rank_of_a_chain_may_lack_an_optimizer(rank, stage):
     group = dist.new_group([0, 1])
     shared, expert = parameter_of(0, rank, n=4), parameter_of(0, rank, n=9)
     optimizers = [sgd_of(stage, [shared])]
-    if rank.rank < 2:
+    if rank.number < 2:
         optimizers.append(sgd_of(stage, [expert], process_group=group))
     chain = Chained(*optimizers)
     (3 * shared.sum() + 4 * expert.sum()).backward()

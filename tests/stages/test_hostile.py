@@ -14,7 +14,7 @@ import torch
 
 from harness import STAGE_2, STAGE_3, STAGE_4, STAGES
 from tests.common import Net, batch, error_of, loss_of, on_ranks, one_rank_of, optimizer_of, trainable
-from tests.pairs import ADAMW, Pair, Replicated, assert_same, backward, exact, parameter_of, sgd_of
+from tests.pairs import ADAMW, Pair, Replicated, assert_same, backward, parameter_of, sgd_of, sums_commute
 from tests.stages.test_contract import Lamb
 
 UNUSED = {STAGE_4: {"find_unused_parameters": True}}
@@ -71,9 +71,9 @@ def test_backward_after_gradients_are_averaged(rank, stage, was_frozen):
     optimizer = sgd_of(stage, [weight])
     weight.requires_grad_(True)
     optimizer.zero_grad()
-    (weight.sum() * (1 + rank.rank)).backward()
+    (weight.sum() * (1 + rank.number)).backward()
     optimizer.clip_grad_norm_(1e6)
-    later = weight.sum() * (10 + 10 * rank.rank)
+    later = weight.sum() * (10 + 10 * rank.number)
     if stage == STAGE_3:
         refusal = error_of(lambda: later.backward(retain_graph=True))
         assert "call step() or the optimizer's zero_grad() before backward()" in refusal
@@ -144,13 +144,13 @@ def test_gradients_assigned_by_hand_in_any_layout(rank, stage, form, before_ther
             if form == "in bfloat16":
                 param.grad = None
                 param.grad_dtype = None
-            param.grad = grads[rank.rank]
+            param.grad = grads[rank.number]
             expected.grad = sum(grad.to_dense().to(expected) / rank.world_size for grad in grads if grad is not None)
         optimizer = optimizer or build()
         optimizer.step()
         optimizer.zero_grad()
         reference.optimizer.step()
-    assert_same(model, reference.model, exact(rank))
+    assert_same(model, reference.model, sums_commute(rank))
 
 
 @on_ranks(2, after=["backward", "averaging", "averaging and zero_grad"])
@@ -164,22 +164,22 @@ def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, afte
     if after == "averaging and zero_grad":
         optimizer.zero_grad()
         a.grad = torch.ones_like(a)
-    if after != "backward" or rank.rank == 1:
-        b.grad = torch.full_like(b, 2.0 if after == "averaging" else 1.0 + 2 * rank.rank)
+    if after != "backward" or rank.number == 1:
+        b.grad = torch.full_like(b, 2.0 if after == "averaging" else 1.0 + 2 * rank.number)
     if stage == STAGE_4 and after == "backward" or stage in (STAGE_3, STAGE_4) and after == "averaging":
         assert "gradient of parameter b was assigned after" in error_of(optimizer.step)
         assert a.eq(0).all() and b.eq(0).all()
         optimizer.zero_grad()
         with optimizer.no_sync():
             (a.sum() + b.sum()).backward()
-        b.grad = torch.full_like(b, 1.0 + 2 * rank.rank)
+        b.grad = torch.full_like(b, 1.0 + 2 * rank.number)
     optimizer.step()
     assert a.tolist() + b.tolist() == [-1.0] * 5 + [-2.0] * 5
 
 
 BAD_GROUPS = {  # what is added -> words of the error
     "in more than one parameter group": lambda rank, weight: weight,
-    "0 of group 1 .*rank 1": lambda rank, weight: weight.new_ones(2 + (rank.rank == 1)).requires_grad_(),
+    "0 of group 1 .*rank 1": lambda rank, weight: weight.new_ones(2 + (rank.number == 1)).requires_grad_(),
     "only optimize Tensors": lambda rank, weight: "weight",
 }
 
@@ -223,8 +223,8 @@ def test_optimizers_that_want_whole_tensors_are_right_in_stages_1_and_2(rank, st
     """Compare with torch, to the bit on two ranks. Muon computes in bfloat16: a last bit shows in the third place."""
     pair = Pair(rank, stage, PER_TENSOR[name], lambda model: [param for param in trainable(model) if param.dim() == 2],
                 seeds=[0], lr=0.01)
-    rtol = 0 if exact(rank) else 1e-5
-    atol = 0 if exact(rank) else 2e-3 if name == "Muon" else 2e-6
+    rtol = 0 if sums_commute(rank) else 1e-5
+    atol = 0 if sums_commute(rank) else 2e-3 if name == "Muon" else 2e-6
     for step in range(4):
         pair.train(step)
         for model in pair.models:

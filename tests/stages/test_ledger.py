@@ -25,7 +25,7 @@ def counted(rank, stage, clips=0):
     optimizer = optimizer_of(stage)(params, torch.optim.AdamW, lr=0.1)
     for _ in range(2):
         with Ledger() as ledger:
-            sum((param * (rank.rank + 1)).sum() for param in params).backward()
+            sum((param * (rank.number + 1)).sum() for param in params).backward()
             for _ in range(clips):
                 optimizer.clip_grad_norm_(1.0)
             optimizer.step()
@@ -57,7 +57,7 @@ COLLECTIVES = {  # of a step on 3 ranks: kind -> (how many, bytes of their full 
 def test_one_rank_sends_or_gets_all_parts_but_its_own(rank):
     """3 fp32 elements are 12 bytes each, on average over the ranks."""
     part = torch.zeros(3, device=rank.device)
-    parts = [torch.zeros_like(part) for _ in range(3)] if rank.rank == 0 else None
+    parts = [torch.zeros_like(part) for _ in range(3)] if rank.number == 0 else None
     with Ledger() as ledger:
         dist.scatter(part, parts, src=0)
         dist.gather(part, parts, dst=0)

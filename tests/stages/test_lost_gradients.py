@@ -151,7 +151,7 @@ def test_a_loop_with_zero_grad_of_the_model_is_that_of_torch(rank, kind, situati
     def make(net):
         return Chained(build(net[0]), build(net[2])) if kind == "chain" else build(net)
 
-    ours = Loop(make, [rank.rank], dtype)
+    ours = Loop(make, [rank.number], dtype)
     plain = Loop(lambda net: torch.optim.SGD(net.parameters(), lr=0.5), range(rank.world_size), torch.float32)
     for loop in (ours, plain):
         start = nn.utils.parameters_to_vector(loop.critic.parameters()).detach()
@@ -218,7 +218,7 @@ def test_ranks_of_which_some_drop_gradients_are_an_error_on_every_rank(rank, n_l
     """Also where they run another backward pass, over more buckets than may be under way, before the step."""
     module, optimizer = two_layers(rank, STAGE_4, find_unused_parameters=True)
     backward(module)
-    if rank.rank == 0:
+    if rank.number == 0:
         module.zero_grad()
     for _ in range(n_later):
         backward(module)

@@ -139,7 +139,7 @@ def test_each_parameter_has_a_storage_of_its_own(rank, stage, prefetch, dtype):
     optimizer = optimizer_of(stage)(params, lr=0.1)
     if prefetch:
         optimizer.prefetch_params(model)
-    model(batch(0, rank.rank)[0].to(rank.device, dtype)).square().mean().backward()
+    model(batch(0, rank.number)[0].to(rank.device, dtype)).square().mean().backward()
     optimizer.step()
     assert [param.untyped_storage().nbytes() for param in params] == [param.nbytes for param in params]
     assert len({param.untyped_storage().data_ptr() for param in params}) == len(params)
@@ -203,7 +203,7 @@ def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(rank, 
         optimizer.clip_grad_norm_(1.0)
     MOVES[how](model, optimizer)
     if when == "before backward" or "zero_grad" in how:
-        model(batch(1, rank.rank)[0].to(model.scale)).sum().backward()
+        model(batch(1, rank.number)[0].to(model.scale)).sum().backward()
     assert "the data of parameter 0 of group 0 was replaced, by model.to()" in error_of(optimizer.step)
     if when == "before backward":
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
@@ -240,7 +240,7 @@ def test_a_pipeline_trains_like_one_process(rank, stage, schedule, scales):
     """Train two pipeline stages, two replicas. `scales`: the schedule divides param.grad after the last micro-batch."""
     mesh = mesh_of(rank.device.type, (2, 2), ("pp", "dp"))
     place = mesh["pp"].get_local_rank()
-    of_replica = rank._replace(rank=mesh["dp"].get_local_rank(), world_size=2)
+    of_replica = rank._replace(number=mesh["dp"].get_local_rank(), world_size=2)
 
     def net(seed):
         torch.manual_seed(seed)
@@ -254,7 +254,7 @@ def test_a_pipeline_trains_like_one_process(rank, stage, schedule, scales):
     scale = 1 if scales else 1 / 4
     schedule = schedule(pipe, n_microbatches=4, loss_fn=lambda y, t: scale * F.mse_loss(y, t), scale_grads=scales)
     for step in range(2):
-        x, target = batch(step, of_replica.rank, device=rank.device)
+        x, target = batch(step, of_replica.number, device=rank.device)
         with no_sync_if(optimizer, scales):
             schedule.step(x) if place == 0 else schedule.step(target=target)
         optimizer.step()

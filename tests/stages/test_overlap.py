@@ -70,7 +70,7 @@ def test_a_native_reduce_scatter_gives_what_an_exchange_gives(rank, bucket_cap_m
 
     def averaged(output, full, op, **options):
         assert op == dist.ReduceOp.AVG
-        landed.append((output.data_ptr(), full.data_ptr() + rank.rank * output.nbytes))
+        landed.append((output.data_ptr(), full.data_ptr() + rank.number * output.nbytes))
         return gloos_reduce_scatter(output, full.div_(rank.world_size), **options)
 
     native = mock.patch.object(DistributedOptimizer, "transport_for", lambda _, group, *__: Transport(group))
@@ -106,7 +106,7 @@ def starts(rank, model, x=None, deliver=deliver_when_asked):
     optimizer = DistributedOptimizer(model.parameters(), **SMALL, **ADAMW)
     optimizer.prefetch_params(model)
     deliver(optimizer)
-    x = batch(0, rank.rank, device=rank.device)[0] if x is None else x
+    x = batch(0, rank.number, device=rank.device)[0] if x is None else x
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -209,7 +209,7 @@ def test_prefetch_out_of_order_twice_past_the_hooks_checkpointed_or_compiled(ran
     reference.how = "plain"  # torch.autograd.grad can't go through reentrant checkpointing
     forward = torch.compile(model, backend=backend) if how == "compiled" else model
     for step in range(4):
-        x, y = batch(step, rank.rank, device=rank.device)
+        x, y = batch(step, rank.number, device=rank.device)
         loss_of(forward, x.requires_grad_(), y).backward()
         pair.replicated.backward(step)
         pair.step()
@@ -231,7 +231,7 @@ def test_modules_wait_for_all_that_a_function_of_torch_func_reads(rank):
     deliver_when_asked(pair.optimizer)
     for step in range(2):
         params = {name: param for name, param in pair.model.named_parameters() if param.requires_grad}
-        x, y = batch(step, rank.rank, device=rank.device)
+        x, y = batch(step, rank.number, device=rank.device)
         grad = torch.func.grad(lambda params: F.mse_loss(torch.func.functional_call(pair.model, params, (x,)), y))
         for name, value in grad(params).items():
             params[name].grad = value
@@ -251,7 +251,7 @@ def test_a_compiled_function_may_go_backward_and_step(rank, stage):
         pair.optimizer.zero_grad()
 
     for step in range(3):
-        train(*batch(step, rank.rank, device=rank.device))
+        train(*batch(step, rank.number, device=rank.device))
         pair.replicated.step(step)
     pair.assert_same()
 
@@ -279,20 +279,20 @@ def test_gradients_keep_out_of_other_messages(rank):
     Rank 0 has an optimizer in a group of its own, too: what both ranks share has the same tags nevertheless.
     """
     alone = dist.new_group([0])
-    if rank.rank == 0:
+    if rank.number == 0:
         DistributedOptimizer(Branches(seed=1).to(rank.device).parameters(), process_group=alone, **ADAMW)
     pair = branches(rank, prefetch=False)
     sevens = torch.full_like(pair.optimizer.buckets[0].shards[0], 7.0)
     received = {tag: torch.zeros_like(sevens) for tag in [0, *range(990, 1400)]}
     works = []
     for tag, tensor in received.items():
-        works.append(dist.isend(sevens, 0, tag=tag) if rank.rank else dist.irecv(tensor, 1, tag=tag))
+        works.append(dist.isend(sevens, 0, tag=tag) if rank.number else dist.irecv(tensor, 1, tag=tag))
         if tag == 1200:
             pair.backward(0)
     pair.step()
     for work in works:
         work.wait()
-    assert rank.rank or all(tensor.eq(7).all() for tensor in received.values())
+    assert rank.number or all(tensor.eq(7).all() for tensor in received.values())
     # Without prefetch a step waits for parameters. Works that are done stay: were gloo's thread the last to hold
     # one, it would need the GIL, and abort where Python ends: 6 runs of 30 did.
     assert all(bucket.param_sync is None and bucket.last_param_sync for bucket in pair.optimizer.buckets)
@@ -330,7 +330,7 @@ def test_a_gradient_leaves_after_all_hooks_of_its_parameter_also_if_it_comes_twi
 def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(rank, n_unused):
     params = [parameter_of(1, rank) for _ in range(n_unused + 1)]
     optimizer = sgd_of(STAGE_4, [(f"layer {i}", param) for i, param in enumerate(params)], **SMALL)
-    sum(param.sum() for param in (params if rank.rank else params[:1])).backward()
+    sum(param.sum() for param in (params if rank.number else params[:1])).backward()
     names = "layer 1" if n_unused == 1 else ", ".join(f"layer {i}" for i in range(1, 10)) + " and others"
     with pytest.raises(RuntimeError, match=f"for parameter {names}: call backward.* find_unused_parameters"):
         optimizer.step()

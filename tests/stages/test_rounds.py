@@ -46,7 +46,7 @@ def moved_by(params, grads):
 def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
     """Drop gradients by zero_grad(), which rank 0 has accumulated and the others have sent. Refuse a late gradient."""
     params, optimizer = zero_params_and_sgd(rank)
-    with no_sync_if(optimizer, rank.rank == 0):
+    with no_sync_if(optimizer, rank.number == 0):
         backward(params)
     optimizer.zero_grad()
     with optimizer.no_sync():
@@ -58,7 +58,7 @@ def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
     params[3].grad = torch.full_like(params[3], 100.0)
     assert "the gradient of parameter 3 of group 0 was assigned after" in error_of(optimizer.step)
     assert moved_by(params, [[0] * 6])
-    with no_sync_if(optimizer, rank.rank == 0):
+    with no_sync_if(optimizer, rank.number == 0):
         backward(params)
     optimizer.step()
     assert moved_by(params, [[1] * 6])
@@ -84,8 +84,8 @@ def test_passes_after_one_that_failed(rank, checkpointed):
     params, optimizer = zero_params_and_sgd(rank, find_unused_parameters=True)
     leaf, factor = (torch.ones((), device=rank.device, requires_grad=True) for _ in range(2))
     failing = Fail.apply(leaf)  # the first operator of the forward pass is the last one of the backward pass
-    first_used = range(6) if rank.rank == 0 else [5]  # places of parameters
-    then_used = range(6) if rank.rank == 0 else [0]
+    first_used = range(6) if rank.number == 0 else [5]  # places of parameters
+    then_used = range(6) if rank.number == 0 else [0]
 
     def sum_of_params(factor):
         return sum(params[i].sum() for i in first_used) * factor
@@ -110,7 +110,7 @@ def test_messages_of_two_optimizers_do_not_mix(rank):
     on_cpu, group = of_cpus(rank)
     pairs = [zero_params_and_sgd(on_cpu, n=2, process_group=group) for _ in range(2)]
     losses = [sum(param.sum() * (i + 1) for param in params) for i, (params, _) in enumerate(pairs)]
-    for loss in (losses[::-1] if rank.rank else losses):
+    for loss in (losses[::-1] if rank.number else losses):
         loss.backward()
     for i, (params, optimizer) in enumerate(pairs):
         optimizer.step()
@@ -122,7 +122,7 @@ def test_gloo_by_another_name_sums_in_fp32_too(rank):
     """The sum of 1 and 2**-9 on two ranks has no 16-bit form, nor has their mean."""
     param = torch.nn.Parameter(torch.zeros(99, dtype=torch.bfloat16))
     optimizer = DistributedOptimizer([param], process_group=dist.new_group(backend="cpu:gloo"))
-    (param * (2**-9 if rank.rank else 1)).sum().backward()
+    (param * (2**-9 if rank.number else 1)).sum().backward()
     optimizer.finish_grad_sync()
     assert optimizer.buckets[0].gradient.shard[0] == (1 + 2**-9) / 2
 
@@ -176,7 +176,7 @@ class OnADevice(TorchFunctionMode):
 def test_ranks_in_other_numbers_of_groups_meet_on_the_host(rank):
     """Make the gloo group beside NCCL's. Rank 0 has one group more, so new_group()'s default names would differ."""
     on_cpu, group = of_cpus(rank)
-    if rank.rank == 0:
+    if rank.number == 0:
         dist.new_group([0], backend="gloo", use_local_synchronization=True)
     params, optimizer = zero_params_and_sgd(on_cpu, process_group=group)
     with OnADevice() as device:
@@ -196,7 +196,7 @@ def test_no_step_waits_for_the_device(rank, stage, kind):
     if stage == STAGE_4 and kind == "prefetched":
         optimizer.prefetch_params(model)
     before = [param.detach().clone() for param in params]
-    batches = [[values.to(model.scale.dtype) for values in batch(step, rank.rank)] for step in range(5)]
+    batches = [[values.to(model.scale.dtype) for values in batch(step, rank.number)] for step in range(5)]
     with OnADevice() as device:
         for x, y in batches:
             with no_sync_if(optimizer, kind == "plain"):  # the first of two micro-batches
@@ -210,7 +210,7 @@ def test_no_step_waits_for_the_device(rank, stage, kind):
         # A gradient that one rank lacks is an error on all, and changes nothing.
         if stage == STAGE_4 and kind == "plain":
             optimizer.find_unused_parameters = False
-            backward(params[rank.rank :])
+            backward(params[rank.number :])
             assert "no gradient on some rank for parameter 0 of group 0: " in error_of(optimizer.step)
     assert all(map(torch.equal, after, params)) and not any(map(torch.equal, before, params))
     assert [group is None for group in device.host_groups.values()] == ([False] if stage == STAGE_4 else [])

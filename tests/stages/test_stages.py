@@ -18,8 +18,8 @@ def test_unused_parameters_as_in_ddp_with_find_unused_parameters(rank, stage):
     params = [parameter_of(1, rank) for _ in range(3)]
     own = {"find_unused_parameters": True} if stage == STAGE_4 else {}
     optimizer = sgd_of(stage, zip("abc", params), weight_decay=0.5, **own)
-    if rank.rank != 1:
-        (params[0].sum() + (params[1].sum() * 2 if rank.rank == 0 else 0)).backward()
+    if rank.number != 1:
+        (params[0].sum() + (params[1].sum() * 2 if rank.number == 0 else 0)).backward()
     optimizer.step()
     after = [0.5 - 2 / 3, 0.5 - 2 / 3, 0.5 if stage == STAGE_3 else 1]
     assert [param[0].item() for param in params] == pytest.approx(after)

@@ -44,7 +44,7 @@ def test_torchs_clipping_is_refused(rank, stage, spelling):
     clip_by_value = functools.partial(clip_grad_value_, params, 10)
 
     def go_backward():
-        model(batch(0, rank.rank)[0].to(model.scale.dtype)).square().mean().backward()
+        model(batch(0, rank.number)[0].to(model.scale.dtype)).square().mean().backward()
 
     go_backward()
     if stage in (STAGE_1, STAGE_2):
@@ -106,7 +106,7 @@ def test_a_state_that_is_reset_as_in_torch(rank, stage, dtype):
 def test_a_closure_may_return_anything_and_a_number_is_averaged(rank, stage):
     param = parameter_of(0, rank)
     optimizer = sgd_of(stage, [param])
-    for result, expected in [({"loss": 1}, {"loss": 1}), (rank.rank, 0.5), (True, True)]:
+    for result, expected in [({"loss": 1}, {"loss": 1}), (rank.number, 0.5), (True, True)]:
         assert optimizer.step(lambda: (param.sum().backward(), result)[1]) == expected
     with pytest.raises(TypeError, match="unexpected keyword argument 'inv_scale'"):
         optimizer.step(inv_scale=2.0)
@@ -124,7 +124,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
     optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, lr=0.25)
     train(model, optimizer, rank, 0)
     (group,) = optimizer.param_groups
-    group["lr"] = 0.125 if rank.rank == 2 else 0.25
+    group["lr"] = 0.125 if rank.number == 2 else 0.25
     words = "lr of group 0 is 0.25 on rank 0 and 0.125 on rank 2"
     error = error_of(lambda: optimizer.add_param_group({"params": parameter_of(0, rank)}), ValueError)
     assert f"the ranks disagree on parameters or arguments: {words}" in error
@@ -134,7 +134,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
     for call in calls:
         assert f"{words}: set the same" in error_of(call)
     assert not list(tmp_path.glob("step-*"))
-    group["lr"] = 0.25 * (1 + 1e-9 * rank.rank)
+    group["lr"] = 0.25 * (1 + 1e-9 * rank.number)
     optimizer.zero_grad()
     train(model, optimizer, rank, 2)
     full_state_dict(optimizer)
@@ -144,13 +144,13 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank, sta
 def test_errors_name_ranks_by_their_number_in_the_program(rank):
     """Not by their place in a process group."""
     group = dist.new_group([1, 2])
-    if rank.rank == 0:
+    if rank.number == 0:
         return
-    error = error_of(lambda: sgd_of(STAGE_4, [parameter_of(0, rank, n=rank.rank)], process_group=group), ValueError)
+    error = error_of(lambda: sgd_of(STAGE_4, [parameter_of(0, rank, n=rank.number)], process_group=group), ValueError)
     assert "(1,) torch.float32 on rank 1 and 0 of group 0 (2,) torch.float32 on rank 2" in error
-    bad = [torch.ones(3, dtype=torch.int)] if rank.rank == 2 else [parameter_of(0, rank)]
+    bad = [torch.ones(3, dtype=torch.int)] if rank.number == 2 else [parameter_of(0, rank)]
     assert error_of(lambda: sgd_of(STAGE_4, bad, process_group=group), ValueError).startswith(
-        "rank 2: " if rank.rank == 1 else "parameter 0")
+        "rank 2: " if rank.number == 1 else "parameter 0")
 
 
 @pytest.mark.shared_guard
@@ -159,8 +159,8 @@ def test_what_an_optimizer_writes_into_its_groups_must_be_alike(rank, stage, wri
     """Write something else on each rank, or on one alone. Stage 4 compares it in the next step, others in a save."""
     param = parameter_of(0, rank)
     optimizer = sgd_of(stage, [param])
-    if writer in (None, rank.rank):
-        own = {"seen": torch.tensor(0.5 + rank.rank)}  # of one element: as the lr of a compiled optimizer
+    if writer in (None, rank.number):
+        own = {"seen": torch.tensor(0.5 + rank.number)}  # of one element: as the lr of a compiled optimizer
         optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.param_groups[0].update(own))
 
     def step():
@@ -240,9 +240,9 @@ def test_after_a_failure_the_model_can_be_read_and_trained_anew(rank, stage):
     def run_out_of_memory(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    if rank.rank == 1:
+    if rank.number == 1:
         optimizer.optimizer.register_step_pre_hook(run_out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError if rank.rank == 1 else RuntimeError):
+    with pytest.raises(torch.OutOfMemoryError if rank.number == 1 else RuntimeError):
         train(model, optimizer, rank, 0)
     dist.barrier()
     model.load_state_dict(Net(seed=0).state_dict())  # a checkpoint

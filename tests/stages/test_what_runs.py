@@ -129,7 +129,7 @@ def test_set_requires_gradient_sync_is_no_sync_in_two_calls(rank, stage):
     optimizer = sgd_of(stage, [weight])
     with Ledger() as ledger:
         optimizer.set_requires_gradient_sync(False)
-        (weight.sum() * rank.rank).backward()
+        (weight.sum() * rank.number).backward()
         assert not ledger.entries
         optimizer.set_requires_gradient_sync(True)
         weight.sum().backward()

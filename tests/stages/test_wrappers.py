@@ -92,7 +92,7 @@ def outcome(rank, package, is_beneath, options):
         forward = DistributedDataParallel(pair.model, gradient_as_bucket_view=True) if is_beneath else pair.model
         for step in range(3):
             with Ledger() as ledger:
-                loss_of(forward, *batch(step, rank.rank)).backward()
+                loss_of(forward, *batch(step, rank.number)).backward()
                 pair.replicated.backward(step)
                 pair.clip(1e6)  # has the norm of the averages
                 pair.step()

@@ -67,7 +67,7 @@ def test_two_optimizers_are_clipped_together(rank, stage, norm_type):
 @on_ranks(3)
 def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
-    first, second = [(0, 2), (0, 1), (1, 2)][rank.rank]
+    first, second = [(0, 2), (0, 1), (1, 2)][rank.number]
     both = [optimizer_of(STAGE_4)([torch.nn.Parameter(torch.ones(3))], process_group=groups[i])
             for i in sorted((first, second))]
     assert "alike can't be known" in error_of(lambda: Chained(*both), ValueError)
@@ -79,20 +79,20 @@ def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
 
     The mean gradient of `dense` is 1.5; those of the two experts are 0.5 and 1. Each has four elements.
     """
-    edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.rank % 2]
+    edp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank.number % 2]
     dense, expert = (torch.nn.Parameter(torch.ones(4, device=rank.device)) for _ in range(2))
     chain = Chained(sgd_of("tests.variants.on_pairs", [dense]),
                     sgd_of(STAGE_4, [expert], process_group=edp, average_over=dist.group.WORLD))
 
     def closure():
-        (dense.sum() * rank.rank + expert.sum() * (1 + rank.rank % 2)).backward()
-        return float(rank.rank)
+        (dense.sum() * rank.number + expert.sum() * (1 + rank.number % 2)).backward()
+        return float(rank.number)
 
     closure()
     norm = (4 * (1.5**2 + 0.5**2 + 1.0**2)) ** 0.5
     assert chain.clip_grad_norm_(norm / 2).item() == pytest.approx(norm)
     chain.step()
-    for param, mean in ((dense, 1.5), (expert, (1 + rank.rank % 2) / 2)):
+    for param, mean in ((dense, 1.5), (expert, (1 + rank.number % 2) / 2)):
         torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - mean / 2))
     assert chain.step(closure) == 1.5
 
@@ -133,7 +133,7 @@ def train_a_gpt(rank, steps, is_plain=False, load=None, save=None):
         checkpoint.load(load, model, pair)
     for step in steps:
         text = (torch.arange(17) + torch.arange(6)[:, None] * 5 + step) % 23
-        own_text = text.chunk(rank.world_size)[rank.rank]
+        own_text = text.chunk(rank.world_size)[rank.number]
         loss = model(own_text[:, :-1], own_text[:, 1:])
         loss.backward()
         pair.clip_grad_norm_(0.5)

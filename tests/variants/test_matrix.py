@@ -110,7 +110,7 @@ def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype_and_si
         if situation == "group added" and step == 1:
             optimizer.add_param_group({"params": model.late.parameters(), "lr": 0.1})
         if situation == "other d" and step == 1:
-            folder = tmp_path / f"{dtype}, {rank.rank // 2 if variant == HYBRID else 'all'}"
+            folder = tmp_path / f"{dtype}, {rank.number // 2 if variant == HYBRID else 'all'}"
             checkpoint.save(folder, model, optimizer).result()
             dist.barrier()
             model = Model(dtype)
@@ -119,7 +119,7 @@ def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype_and_si
             on = {"mesh": mesh} if variant == HYBRID else {"process_group": mesh.get_group(1)}
             optimizer = built(variant, situation, model.parameters(), **on)
             checkpoint.load(folder, model, optimizer)
-        losses = list(model.losses(situation, rank.rank % n_ranks, step))
+        losses = list(model.losses(situation, rank.number % n_ranks, step))
         for loss in losses:
             with no_sync_if(optimizer, situation == "no_sync" and loss is not losses[-1]):
                 loss.backward()

@@ -88,7 +88,7 @@ def test_average_over_a_group_counts_its_leaves(rank):
     for average_over in (dist.group.WORLD, 8):
         weight = torch.nn.Parameter(torch.ones(4, device=rank.device))
         optimizer = same_bits.DistributedOptimizer([weight], torch.optim.SGD, lr=1.0, leaves=4,
-                                                   process_group=groups[rank.rank % 2], average_over=average_over)
+                                                   process_group=groups[rank.number % 2], average_over=average_over)
         for _ in optimizer.own_leaves():
             weight.sum().backward()
         optimizer.step()
@@ -185,7 +185,7 @@ def reshard_to_two(rank):
     assert "leaves is 8: it must be a power of two, a multiple of 3 ranks" in error_of(
         lambda: reshard(optimizer, three), ValueError)
     reshard(optimizer, two)
-    if rank.rank < 2:
+    if rank.number < 2:
         return kept(model, optimizer, trained(rank, range(2, 4), optimizer, model)[-1:])
 
 
@@ -212,13 +212,13 @@ def test_a_rank_holds_a_partial_sum_for_each_level_of_its_tree_and_sends_what_st
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(rank):
     """Refuse numbers of leaves, also where ranks differ, and a closure. A DTensor: test_variants.py."""
-    weight = nn.Parameter(torch.full((40,), float(rank.rank)))
+    weight = nn.Parameter(torch.full((40,), float(rank.number)))
     for leaves in (0, 6, 1):
         assert f"leaves is {leaves}: it must be a power of two, a multiple of 2 ranks" in error_of(
             lambda leaves=leaves: same_bits.DistributedOptimizer([weight], leaves=leaves), ValueError)
     assert "disagree on parameters or arguments: leaves is 8 on rank 0 and 4" in error_of(
-        lambda: same_bits.DistributedOptimizer([weight], leaves=4 if rank.rank else 8), ValueError)
-    assert weight.eq(rank.rank).all()
+        lambda: same_bits.DistributedOptimizer([weight], leaves=4 if rank.number else 8), ValueError)
+    assert weight.eq(rank.number).all()
     optimizer = same_bits.DistributedOptimizer([weight], leaves=2)
     assert "takes no closure" in error_of(lambda: optimizer.step(lambda: 0.0), ValueError)
 
@@ -233,7 +233,7 @@ def test_a_leaf_too_many_or_too_few_is_an_error_on_every_rank_and_nothing_is_lef
             ((2, 3), "backward passes since the last step is 2.0 on rank 0 and 3.0 on rank 1"),
             ((2, 0), "backward passes since the last step is 2.0 on rank 0 and 0.0 on rank 1")):
         for finish in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-            for _ in range(n_passes[rank.rank]):
+            for _ in range(n_passes[rank.number]):
                 weight.sum().backward()
             assert error_of(finish).startswith(words)
     assert (weight == 1).all()

@@ -124,7 +124,7 @@ def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, spoilt, clips
     """
     stage, arrange = ARRANGEMENTS[arrangement]
     bad_rank, layer = spoilt
-    model, optimizer = arrange(rank.rank, functools.partial(sgd_of, stage))
+    model, optimizer = arrange(rank.number, functools.partial(sgd_of, stage))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
 
     def step():
@@ -133,12 +133,12 @@ def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, spoilt, clips
         scaler.step(optimizer)
         scaler.update()
 
-    history = train(rank.rank, model, optimizer, lambda loss: scaler.scale(loss).backward(), step,
-                    getattr(model, layer) if rank.rank == bad_rank else None)
+    history = train(rank.number, model, optimizer, lambda loss: scaler.scale(loss).backward(), step,
+                    getattr(model, layer) if rank.number == bad_rank else None)
     assert_second_is_left_out(history)
     assert scaler.get_scale() == 32.0
-    plain, unscaled = arrange(rank.rank, functools.partial(sgd_of, stage))
-    first = train(rank.rank, plain, unscaled, torch.Tensor.backward, unscaled.step, None, n_steps=1)[1]
+    plain, unscaled = arrange(rank.number, functools.partial(sgd_of, stage))
+    first = train(rank.number, plain, unscaled, torch.Tensor.backward, unscaled.step, None, n_steps=1)[1]
     torch.testing.assert_close(history[1], first)
 
 
@@ -157,7 +157,7 @@ def test_finite_raises_on_all_ranks(rank, arrangement, spoilt, clips):
     """The error names the rank that has the nan, and no optimizer has stepped."""
     kind, arrange = OF_FINITE[arrangement]
     bad_rank, layer = spoilt
-    model, optimizer = arrange(rank.rank, functools.partial(finite_of, kind))
+    model, optimizer = arrange(rank.number, functools.partial(finite_of, kind))
     errors = []
 
     def step():
@@ -168,8 +168,8 @@ def test_finite_raises_on_all_ranks(rank, arrangement, spoilt, clips):
         except RuntimeError as error:
             errors.append(str(error))
 
-    history = train(rank.rank, model, optimizer, torch.Tensor.backward, step,
-                    getattr(model, layer) if rank.rank == bad_rank else None)
+    history = train(rank.number, model, optimizer, torch.Tensor.backward, step,
+                    getattr(model, layer) if rank.number == bad_rank else None)
     assert_second_is_left_out(history)
     (error,) = errors
     assert "a gradient is nan or inf: of parameter " in error and f"weight on rank {bad_rank}" in error
@@ -199,9 +199,9 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
     closure_calls = []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: [0.25, 0.5, 1.0, 1.0][number])
     for is_bad, lr, moved_to in ((True, 0.25, 0.0), (False, 0.25, -0.25), (True, 0.5, -0.25), (False, 0.5, -0.75)):
-        loss = param.sum() * (math.nan if is_bad and rank.rank == 0 else 1)
+        loss = param.sum() * (math.nan if is_bad and rank.number == 0 else 1)
         scaler.scale(loss).backward()
-        mean_loss = scaler.step(optimizer, lambda: closure_calls.append(0) or float(rank.rank))
+        mean_loss = scaler.step(optimizer, lambda: closure_calls.append(0) or float(rank.number))
         scaler.update()
         assert mean_loss == 0.5
         assert optimizer.param_groups[0]["lr"] == lr and param.unique().tolist() == [moved_to]
@@ -221,9 +221,9 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
 @on_ranks(4, how=["a part of a chain", "experts by themselves", "unscale_ of a part"])
 def test_grad_scaler_takes_no_optimizer_that_does_not_decide_alone(rank, stage, how):
     """An inf in it would be known to its own ranks alone, and their scale would part from that of the others."""
-    model = Model(rank.rank, ep=pairs()[rank.rank // 2])
+    model = Model(rank.number, ep=pairs()[rank.number // 2])
     dense = sgd_of(stage, model.dense.parameters())
-    expert = sgd_of(stage, model.expert.parameters(), process_group=pairs()[2 + rank.rank % 2],
+    expert = sgd_of(stage, model.expert.parameters(), process_group=pairs()[2 + rank.number % 2],
                     average_over=dist.group.WORLD)
     chain = None if how == "experts by themselves" else Chained(dense, expert)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

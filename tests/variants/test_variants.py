@@ -77,7 +77,7 @@ OWN = [  # variant, the optimizer, its arguments, shapes; what is allowed beyond
 def drawn(generator, rank, dtype=torch.float32, shapes=ELEMENTWISE):
     """-> gradients of this rank, and of all; the same for the same state of the generator."""
     everyone = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(rank.world_size)]
-    return everyone[rank.rank], everyone
+    return everyone[rank.number], everyone
 
 
 def ones(dtype=torch.float32, shapes=ELEMENTWISE):
@@ -102,7 +102,8 @@ def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank
     kept_in = torch.bfloat16 if variant == "moments16" else torch.float32
     generator = torch.Generator().manual_seed(0)
     whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    params = [nn.Parameter(param.detach().clone() if rank.rank == 0 else torch.full_like(param, -1)) for param in whole]
+    params = [nn.Parameter(param.detach().clone() if rank.number == 0 else torch.full_like(param, -1))
+              for param in whole]
     optimizer = of(f"variants.{variant}")(params, optimizer_cls, bucket_cap_mb=2e-3, **kwargs)  # which broadcasts
     plain = optimizer_cls(whole, **kwargs)
     for _ in range(4):
@@ -152,7 +153,7 @@ def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of)
     optimizers = [of(name)(params, torch.optim.SGD, lr=2**-8, bucket_cap_mb=2e-3) for name, params in params_of.items()]
     for _ in range(4):
         mine = [torch.randint(-1, 2, shape, generator=generator).bfloat16() for shape in ELEMENTWISE]
-        factor = rank.world_size if rank.rank == 0 else 0
+        factor = rank.world_size if rank.number == 0 else 0
         for optimizer, params in zip(optimizers, params_of.values()):
             step(optimizer, params, [grad * factor for grad in mine])
         for bucket, split in zip(*(optimizer.buckets for optimizer in optimizers)):
@@ -192,7 +193,7 @@ def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
     params = dict(named)
     optimizer = of("variants.finite")(named, torch.optim.SGD, lr=1.0, momentum=0.5, bucket_cap_mb=1e-6)
     factor = torch.ones(40)
-    factor[7] = value if rank.rank == rank.world_size - 1 else 1
+    factor[7] = value if rank.number == rank.world_size - 1 else 1
     (params["first"].sum() + (params["second"] * factor).sum() + params["third"].sum()).backward()
     line = f"a gradient is nan or inf: of parameter second on rank {rank.world_size - 1}"
     assert error_of(optimizer.step) == line
@@ -212,7 +213,7 @@ def test_hybrid_may_average_over_the_groups_in_the_last_pass_alone(rank, accumul
     for _ in range(2):
         with Ledger() as ledger:
             for _ in range(n_passes):
-                sum(param.sum() * rank.rank for param in params).backward()
+                sum(param.sum() * rank.number for param in params).backward()
             optimizer.step()
         sizes = [entry.size for entry in ledger.entries if entry.kind == "all_reduce" and entry.dtype == torch.float32]
         assert sizes == [64] * 4 * (n_passes if accumulation_steps == 1 else 1)
@@ -275,13 +276,13 @@ def test_muon_refuses_a_dtensor_on_every_rank_before_anything_changes(rank, vari
     """And so does same_bits."""
     variant, own = variant_and_own
     mesh = mesh_of("cpu", (1, 2), ("dp", "tp"))
-    whole = nn.Parameter(torch.full((3,), float(rank.rank)))
+    whole = nn.Parameter(torch.full((3,), float(rank.number)))
     spread = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
     own["process_group"] = mesh["dp"].get_group()
     refusal = error_of(
         lambda: optimizer_of(variant)([("whole", whole), ("spread", spread)], torch.optim.SGD, **own), ValueError)
     assert "parameter spread is a DTensor" in refusal
-    assert whole.eq(rank.rank).all()
+    assert whole.eq(rank.number).all()
 
 
 def test_offload_leaves_the_parameters_and_two_buffers_on_the_device():
