@@ -112,7 +112,8 @@ train: $(ENV)
 	exec $(PYTHON) -m harness.training.launch $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 take:
-	@$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages take '$(STAGE)' '$(TO)' $(if $(CHECKPOINT),--checkpoint)
+	@$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages take '$(STAGE)' '$(TO)' \
+		$(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
 	exec $(PYTHON) -m show $(STAGE) $(if $(HTML),--pages) $(ARGS)
@@ -132,7 +133,8 @@ report: $(ENV)
 	$(PYTHON) -m variants --page
 
 diff:
-	@$(if $(FULL),git diff --no-index --color=$(if $(NO_COLOR),never,auto) -- $(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
+	@$(if $(FULL),git diff --no-index --color=$(if $(NO_COLOR),never,auto) -- \
+		$(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
 		$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages diff $(A) $(B))
 
 .venv/.installed: pyproject.toml

@@ -246,8 +246,8 @@ def checksum_of_folder(folder, rank, n_ranks) -> int:
             size = os.fstat(file.fileno()).st_size
             require(size == n_bytes, f"{n_bytes} bytes were written, now it is {size} bytes")
             if number % n_ranks == rank:
-                found = checksum_of(file)
-                require(found == crc, f"its checksum was {crc:08x}, now it is {found:08x}")
+                crc_now = checksum_of(file)
+                require(crc_now == crc, f"its checksum was {crc:08x}, now it is {crc_now:08x}")
     return checksum
 
 

@@ -242,16 +242,17 @@ class Movement:
 
     def combined(self):
         """Explain elements that have moved by a combination of the ranks' gradients other than their mean."""
-        found = {}  # combination -> the wrong elements that it has moved, on some rank
+        indices_by_combination = {}  # combination -> the wrong elements that it has moved, on some rank
         for rank, index in self.is_wrong.nonzero().tolist():
             combination = combination_of(self.moved[rank, index] / self.element_scales[index], self.d)
-            found.setdefault(combination, []).append(index)
-        if not found or None in found:
+            indices_by_combination.setdefault(combination, []).append(index)
+        if not indices_by_combination or None in indices_by_combination:
             return ()
-        if len(found) > 1:
-            is_own = all(len(ranks) == divisor == 1 for ranks, divisor in found)
-            return self.moved_by_rank(), NOT_AVERAGED if is_own else cause_of(next(iter(found)), self.d)
-        combination, indices = next(iter(found.items()))
+        if len(indices_by_combination) > 1:
+            is_own = all(len(ranks) == divisor == 1 for ranks, divisor in indices_by_combination)
+            first = next(iter(indices_by_combination))
+            return self.moved_by_rank(), NOT_AVERAGED if is_own else cause_of(first, self.d)
+        combination, indices = next(iter(indices_by_combination.items()))
         elements = torch.zeros(len(self.start), dtype=torch.bool)
         elements[indices] = True
         ranks = [rank for rank in range(self.d) if self.is_wrong[rank].any()]

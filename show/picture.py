@@ -135,12 +135,12 @@ def drawn(shapes):
 
 def patterns(n_owners=4):
     """Return the stripes of each kind of cell, in the colour of each owner."""
-    found = []
+    stripes = []
     for owner in range(-1, n_owners):
         for kind, (size, degrees, width, opacity) in STRIPES.items():
-            found.append(
+            stripes.append(
                 f'<pattern id="{kind}{owner}" class="o{owner}" width="{size}" height="{size}" patternUnits='
                 f'"userSpaceOnUse" patternTransform="rotate({degrees})"><path d="M0 0h9v9h-9z" class="paper"/><path d="'
                 f'M0 0h9v9h-9z" class="own" fill-opacity="{opacity}"/><path d="M0 0h{width}v9h-{width}z" class="own"/>'
                 '</pattern>')
-    return f"<defs>{''.join(found)}</defs>"
+    return f"<defs>{''.join(stripes)}</defs>"

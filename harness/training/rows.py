@@ -332,10 +332,11 @@ RUNGS = [
 
 def find(base, bucket_mb=None):
     """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: of its default size."""
-    found = next((row for row in [*ROWS, *HALVES, *PLANNED, *VARIANTS] if row.name == base), None)
-    if found is None or (bucket_mb is not None and not found.has_buckets):
+    configuration = next((row for row in [*ROWS, *HALVES, *PLANNED, *VARIANTS] if row.name == base), None)
+    if configuration is None or (bucket_mb is not None and not configuration.has_buckets):
         raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
     if bucket_mb is None:
-        return found
-    kind = "peer" if found.kind == "reference" else found.kind  # the reference is the row with the default size
-    return found._replace(kind=kind, build=functools.partial(found.build, bucket_mb=bucket_mb))
+        return configuration
+    # The reference is the row with the default size.
+    kind = "peer" if configuration.kind == "reference" else configuration.kind
+    return configuration._replace(kind=kind, build=functools.partial(configuration.build, bucket_mb=bucket_mb))
