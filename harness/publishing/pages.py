@@ -60,13 +60,13 @@ STEPS = [
            f"{TWO_HOSTS} --steps 2 --rate {rate} --rows muon") for rate in WHOLE_RATES),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'"),
+    Step("small models", 2, "small.json", "-m harness.measuring.small_models"),
     Step("losses, the same bits", 6, "losses.json", "-m harness.measuring.losses"),
     Step("faults", 15, "faults.json", "-m pytest -q -p tests.harness.faults -m faults"),
     Step("plan of 7b, and its check", 1, "plan.json", "-m harness.planning.plan --check"),
     Step("plan of 70b", 1, "plan_70b.json", "-m harness.planning.plan --model 70b --tensor-parallel 8"),
 ]
 GPU_FILE = "cuda.json"
-SMALL_FILE = "small.json"  # of make bench WHAT=small; it says its commit itself
 
 
 def measure(head):
@@ -168,7 +168,7 @@ BLOCKS = {
     "phases": lambda: block("bench.json", "phases"),
     "bench_16bit": lambda: block("bench_bfloat16.json", "rows"),
     "host": lambda: block("bench.json", "host"),
-    "small": lambda: "\n\n".join([block(SMALL_FILE, "small"), origin([SMALL_FILE])]),
+    "small": lambda: block("small.json", "small"),
     "faults": lambda: block("faults.json", "faults"),
     "cuda": lambda: block(GPU_FILE, "overlap", "host"),
     "plan": lambda: "\n\n".join([block("plan.json", "memory", "time", "ranks", "sizes"),

@@ -78,10 +78,10 @@ def test_what_pages_say_of_the_plan_is_so():
     assert min(ms_70b, key=ms_70b.get) == "hybrid of 64 bf16" and fits_70b["hybrid of 64 bf16"]
 
 
-def test_all_figures_are_of_one_commit_but_those_that_say_their_own():
-    """As `make figures` leaves them. The tables of a GPU and of small models have their commit below them."""
+def test_all_figures_are_of_one_commit_but_those_of_a_gpu():
+    """As `make figures` leaves them. The tables of a GPU have their commit below them."""
     names = {step.file for step in pages.STEPS}
-    assert {path.name for path in (ROOT / "results").glob("*.json")} == {*names, pages.GPU_FILE, pages.SMALL_FILE}
+    assert {path.name for path in (ROOT / "results").glob("*.json")} == {*names, pages.GPU_FILE}
     assert len({load(name).made.commit for name in names}) == 1
 
 
