@@ -30,7 +30,6 @@ def options():
         help="rows with such parameters, and ddp (default float32)")
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no model state, no host time: a look")
-    add("--data", metavar="PATH", help="text file or folder (default: the source of Python's standard library)")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     add("--timeout", type=COUNT, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
@@ -50,7 +49,6 @@ from harness.measuring.examine import Settings
 from harness.planning import alone
 from harness.publishing.tables import Report, save_and_show, sheet_text
 from harness.ranks.workers import WorkerError, Workers, on_rank_0
-from harness.training import corpus
 from harness.training import rows as catalogue
 from harness.training.rows import RowId, is_asked
 
@@ -116,18 +114,13 @@ def measure(args, row_ids, workers, settings, bar):
 def main():
     args, row_ids = parse()
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
-    try:
-        train, _ = corpus.split(corpus.load_bytes(args.data))
-        corpus.Batches(train, args.batch_size, args.sequence_length, 0, args.ranks)
-    except (ValueError, OSError) as error:
-        fail(error)
     if args.json:
         command_line.check_writable("--json", args.json, fail)
     try:
         with Workers(args.ranks, args.timeout) as workers, progress_bar() as bar:
             args.model = args.model or on_rank_0(workers, examine.default_model)
             command_line.check_length(args.sequence_length, args.model, MODELS, fail)
-            settings = Settings(args.model, args.batch_size, args.sequence_length, rounds, steps, args.data)
+            settings = Settings(args.model, args.batch_size, args.sequence_length, rounds, steps)
             measured, report = measure(args, row_ids, workers, settings, bar)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")

@@ -20,8 +20,8 @@ def main():
     args = workload.parse_args(__doc__)
     model = workload.build_model(args, rank)
 
-    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, process_group=args.process_group,
-                                     lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr,
+                                     weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
 
     run = workload.Run(args, rank, model, optimizer, scheduler)  # loads the newest checkpoint

@@ -11,7 +11,7 @@ import torch
 import stage4_overlap
 import variants.muon
 from guard.chained import Chained
-from harness.training.replicated import DistributedOptimizer, Training, in_ddp
+from harness.training.baselines import DistributedOptimizer, Training, in_ddp
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 

@@ -31,7 +31,6 @@ class Settings(NamedTuple):
     sequence_length: int = 128
     rounds: int = 3  # in each, every row is timed once
     steps: int = 3  # timed in a round
-    data: str | None = None  # a path; None: the source of Python's standard library
     seed: int = 0
 
 
@@ -57,7 +56,7 @@ def make_model(settings, rank, dtype, starts_apart=False):
 @functools.lru_cache(maxsize=1)
 def make_batches(settings, rank):
     """Make as many batches as any measurement takes, in advance, so that no timed step makes one."""
-    train, _ = corpus.split(corpus.load_bytes(settings.data))
+    train, _ = corpus.split(corpus.load_bytes())
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
     return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
@@ -66,7 +65,6 @@ def make_batches(settings, rank):
 def describe(rank, settings):
     """Return the Conditions of a run."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
-    make_batches(settings, rank)  # so that bad --data fails before the first measurement
     words = f"{rank.backend}, {rank.world_size} rank(s) x {torch.get_num_threads()} thread(s)"
     machine = None
     if rank.device.type == "cuda":

@@ -1,80 +1,62 @@
-"""Cuts text that is on every machine into batches.
+"""Cuts text into batches, byte by byte: no tokenizer, 256 symbols.
 
-It is the source of Python's own standard library, byte by byte: nothing to download, no tokenizer, 256 symbols.
+By default the text is the source of Python's own standard library, which is on every machine.
 """
 
-import math
 import os
 import sysconfig
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from harness.ranks.meeting import on_all_ranks
-from harness.training.options import DATA_BYTES, STDLIB_BYTES
-
+TEXT_BYTES = 8_000_000  # the first of the standard library, in alphabetical order: they load in under a second
 VALIDATION_PART = 0.1  # the end of the text
 VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over the validation part
 
 # Not read: tests (they repeat themselves), installed packages, tables of numbers, and files made on this machine.
-STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
+SKIPPED_BEGINNINGS = ".", "__pycache__", "_sysconfigdata"  # of names of files and folders
 
 
 def load_bytes(path=None):
-    """Read the text at `path`, a file or a folder of text files, or Python's standard library: (n,) uint8.
+    """Read the text file at `path`, or the standard library: (n,) uint8.
 
-    Folders are read in alphabetical order, without hidden files and files that hold a zero byte. At most DATA_BYTES.
-    Raises ValueError when there is nothing to read, naming the path.
+    Raises OSError if the file can't be read, and ValueError if this Python comes without its source.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in _files(root, STDLIB_SKIPPED) if file.suffix == ".py"]
-        limit = STDLIB_BYTES
-        advice = "this Python comes without its source: give a text file or folder with --data"
-    else:
-        place = os.path.expanduser(path)
-        limit = DATA_BYTES
-        advice = "give a text file, or a folder with text files"
-        if not (os.path.isdir(place) or os.path.isfile(place)):  # both are False if it is a FIFO, or its name too long
-            raise ValueError(f"--data {path}: there is no such file or folder; {advice}")
-        root = Path(place)
-        files = _files(root) if root.is_dir() else [root]
-    data = _read(files, limit, skip_binary=root.is_dir())
-    if not data:
-        raise ValueError(f"{root}: no text in it; {advice}")
-    return np.frombuffer(data, dtype=np.uint8)
+    if path is not None:
+        return np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in source_files(root):
+        text += path.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    if not text:
+        raise ValueError(f"{root}: this Python comes without the source of its standard library")
+    return np.frombuffer(bytes(text[:TEXT_BYTES]), dtype=np.uint8)
 
 
-def _files(root, skipped=()):
-    """List the files below `root` by relative path, without hidden ones and those in folders named in `skipped`."""
+def source_files(root):
+    """List the .py files below `root` by relative path, without those that are skipped."""
     files = []
     for folder, subfolders, names in os.walk(root):
         # Assigned in place: os.walk then enters no other folder (site-packages alone may hold 100 000 files).
-        subfolders[:] = [name for name in subfolders if name not in skipped and _is_wanted(name)]
-        files += [path for name in names if _is_wanted(name) and (path := Path(folder, name)).is_file()]  # no pipes
+        subfolders[:] = [name for name in subfolders
+                         if name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_BEGINNINGS)]
+        files += [Path(folder, name) for name in names
+                  if name.endswith(".py") and not name.startswith(SKIPPED_BEGINNINGS)]
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
-def _is_wanted(name):
-    return not name.startswith((".", "__pycache__", "_sysconfigdata"))
-
-
-def _read(files, limit, skip_binary):
-    """Read `files` one after the other, at most `limit` bytes."""
-    text = bytearray()
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                content = opened.read(limit - len(text))
-        except OSError as error:
-            raise ValueError(f"cannot read {file}: {error.strerror}") from None
-        if not (skip_binary and b"\0" in content):
-            text += content
-        if len(text) == limit:
-            break
-    return bytes(text)
+def load_parts(path, sequence_length):
+    """Return (train, validation) of a text. Raises what `load_bytes` raises, and ValueError if a part is too short."""
+    text = load_bytes(path)
+    train, validation = split(text)
+    if len(validation) <= sequence_length:
+        raise ValueError(f"--data {path}: of {len(text)} bytes the last 10 % can't hold a sequence of "
+                         f"{sequence_length} bytes")
+    return train, validation
 
 
 def split(data):
@@ -87,13 +69,13 @@ class Batches:
     """Makes training batches by number, each time the same ones.
 
     The whole batch of a step, `world_size * batch_size` sequences, is drawn from (seed, step), and this rank takes its
-    part of it: 2 ranks with 8 sequences each see the same text as 4 ranks with 4.
+    part of the batch: 2 ranks with 8 sequences each see the same text as 4 ranks with 4.
     """
 
     def __init__(self, data, batch_size, sequence_length, rank, world_size, seed=0, device="cpu"):
-        if len(data) <= sequence_length:
-            raise ValueError(f"{len(data)} bytes to train on are too few for one sequence of {sequence_length} + 1")
-        self.data, self.batch_size, self.sequence_length = data, batch_size, sequence_length
+        self.data = data
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -103,15 +85,16 @@ class Batches:
         """Return (tokens, targets), each (B, T) int64 on the device. The target of a byte is the byte after it."""
         generator = np.random.default_rng((self.seed, step))
         n_starts = len(self.data) - self.sequence_length
-        starts = generator.integers(n_starts, size=(self.world_size, self.batch_size))[self.rank]
-        return _sequences(self.data, starts, self.sequence_length, self.device)
+        starts = generator.integers(n_starts, size=(self.world_size, self.batch_size))
+        return _sequences(self.data, starts[self.rank], self.sequence_length, self.device)
 
 
 def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
     """Return this rank's part of VALIDATION_SEQUENCES fixed sequences: [(tokens, targets)], each (B or fewer, T)."""
-    starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
-    pieces = [starts[i:i + batch_size] for i in range(0, len(starts), batch_size)]
-    return [_sequences(data, piece, sequence_length, torch.device(device)) for piece in pieces]
+    starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)
+    own_starts = starts[rank::world_size]
+    return [_sequences(data, own_starts[i:i + batch_size], sequence_length, torch.device(device))
+            for i in range(0, len(own_starts), batch_size)]
 
 
 def _sequences(data, starts, sequence_length, device):
@@ -120,21 +103,3 @@ def _sequences(data, starts, sequence_length, device):
     if device.type == "cuda":  # from pinned memory the copy doesn't make the CPU wait for the GPU
         text = text.pin_memory().to(device, non_blocking=True)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()  # (B, T), (B, T)
-
-
-def load_data(args, me):
-    """Return (Batches to train on, list of validation batches) of this rank. Bad data ends all ranks with one line.
-
-    Sets `args.text`, by which a checkpoint knows the text.
-    """
-    def load():
-        data = load_bytes(args.data)
-        train, validation = split(data)
-        if len(validation) <= args.sequence_length:
-            needed = math.ceil((args.sequence_length + 1) / VALIDATION_PART)
-            raise ValueError(f"--data {args.data or 'stdlib'}: {len(data)} bytes are too few: the last 10 % "
-                             f"must hold one sequence: give at least {needed} bytes, or a shorter --sequence-length")
-        args.text = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"  # the same wherever the text lies
-        sizes = args.batch_size, args.sequence_length, me.number // args.tp, me.world_size // args.tp
-        return Batches(train, *sizes, args.seed, me.device), validation_batches(validation, *sizes, me.device)
-    return on_all_ranks(load)

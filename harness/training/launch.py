@@ -17,7 +17,7 @@ from harness.training import options
 
 def main(n_ranks, script, *arguments):
     description = ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8")))
-    options.parse(Parser("train.py", description), int(n_ranks), Path(script), arguments)
+    options.parse(Parser("train.py", description), arguments)  # ends the program if there is a mistake
     from torch.distributed import run  # imported late: torch takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,6 +1,6 @@
-"""Defines models: a small GPT that is trained, and LLaMA and GPT-2 by name, which are counted and never trained.
+"""Defines models: a small GPT that is trained, and LLaMA, which is counted and never trained.
 
-Shapes: B sequences, T bytes each, C = width, H = heads, V = 256.
+Shapes: B sequences, T bytes each, C = width, H = heads, V = vocabulary.
 """
 
 import math
@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.training.options import MODELS, VOCABULARY, GPTConfig
+from harness.training.options import MODELS as MODELS
+from harness.training.options import GPTConfig
 
 
 class Attention(nn.Module):
-    """Is causal self-attention. Rows of `to_qkv` are q, k and v of each head in turn: ranks can have whole heads."""
+    """Computes causal self-attention. Rows of `to_qkv` are q, k and v of each head in turn."""
 
     def __init__(self, config):
         super().__init__()
@@ -55,11 +56,11 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(VOCABULARY, config.width)
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
         self.position_embedding = nn.Embedding(config.block_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.token_embedding.weight
         self._initialize()
 
@@ -87,100 +88,69 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B T, V), (B T,) -> ()
 
 
-def build_model(args, rank):
-    """Build the model of the command line on this rank's device, with the same weights on every rank and machine.
-
-    With --tp its layers are shared by as many ranks, and `args.process_group` becomes the ranks that have the same
-    parts as this one; else None, all of them.
-    """
-    torch.manual_seed(args.seed)
-    model = GPT(MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
-    args.process_group = share_layers(model, args.tp, rank) if args.tp > 1 else None
-    return model
-
-
-def share_layers(model, tp, rank):
-    """Cut the parameters of a GPT into DTensors, in place. Returns the process group of the ranks with the same parts.
-
-    Collective over all ranks, `tp` of which share each layer: neighbours, as NVLink joins them.
-    """
-    from torch.distributed.device_mesh import init_device_mesh  # imported late: it takes a second
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor import parallel as by
-
-    mesh = init_device_mesh(rank.device.type, (rank.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
-    sequence = Shard(1)  # of (B, T, C)
-    columns = by.ColwiseParallel(input_layouts=sequence)
-    rows = by.RowwiseParallel(output_layouts=sequence)
-    for block in model.blocks:
-        by.parallelize_module(block, mesh["tp"], {
-            "attention_norm": by.SequenceParallel(), "attention.to_qkv": columns, "attention.project": rows,
-            "mlp_norm": by.SequenceParallel(), "widen": columns, "project": rows})
-    by.parallelize_module(model, mesh["tp"], {
-        "token_embedding": by.RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "position_embedding": by.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # of (T, C)
-        "norm": by.SequenceParallel(), "head": by.ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())})
-    model.head.weight = model.token_embedding.weight  # cut alike, and one Parameter again
-    return mesh["dp"].get_group()
-
-
-# ------------------------------------------------------ Models of any size, for make plan: to be counted, never trained
+# ------------------------------------------------------------------------- For make plan: to be counted, never trained
 
 
 class LlamaBlock(nn.Module):
-    """Adds attention and SwiGLU to the stream, each of it normalized, without rotary positions: these hold nothing."""
+    """Adds attention and SwiGLU to the stream, each applied to the normalized stream.
 
-    def __init__(self, spec):
+    There are no rotary positions, because they have no parameters.
+    """
+
+    def __init__(self, config):
         super().__init__()
-        share = spec.tensor_parallel
-        self.head = spec.width // spec.n_heads
-        query_width = spec.width // share
-        key_width = spec.n_kv_heads // share * self.head
-        inner_width = spec.ffn_width // share
-        self.attention_norm = nn.RMSNorm(spec.width)
-        self.to_q = nn.Linear(spec.width, query_width, bias=False)
-        self.to_k = nn.Linear(spec.width, key_width, bias=False)
-        self.to_v = nn.Linear(spec.width, key_width, bias=False)
-        self.project = nn.Linear(query_width, spec.width, bias=False)
-        self.mlp_norm = nn.RMSNorm(spec.width)
-        self.gate = nn.Linear(spec.width, inner_width, bias=False)
-        self.up = nn.Linear(spec.width, inner_width, bias=False)
-        self.down = nn.Linear(inner_width, spec.width, bias=False)
+        n_ranks = config.tensor_parallel  # that share this layer
+        self.head_width = config.width // config.n_heads
+        query_width = config.width // n_ranks
+        key_width = config.n_kv_heads // n_ranks * self.head_width
+        inner_width = config.ffn_width // n_ranks
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.to_q = nn.Linear(config.width, query_width, bias=False)
+        self.to_k = nn.Linear(config.width, key_width, bias=False)
+        self.to_v = nn.Linear(config.width, key_width, bias=False)
+        self.project = nn.Linear(query_width, config.width, bias=False)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.gate = nn.Linear(config.width, inner_width, bias=False)
+        self.up = nn.Linear(config.width, inner_width, bias=False)
+        self.down = nn.Linear(inner_width, config.width, bias=False)
+
+    def heads(self, x):
+        """Lay (B, T, heads * C/H) out as (B, heads, T, C/H)."""
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def forward(self, x):  # (B, T, C)
-        y = self.attention_norm(x)
-        q, k, v = (to(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
+        normalized = self.attention_norm(x)
+        q = self.heads(self.to_q(normalized))
+        k = self.heads(self.to_k(normalized))
+        v = self.heads(self.to_v(normalized))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         x = x + self.project(y.transpose(1, 2).flatten(2))
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        normalized = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normalized)) * self.up(normalized))
 
 
 class Llama(nn.Module):
-    def __init__(self, spec):
+    def __init__(self, config):
         super().__init__()
-        vocabulary = -(-spec.vocabulary // spec.tensor_parallel)
-        self.token_embedding = nn.Embedding(vocabulary, spec.width)
-        self.blocks = nn.Sequential(*(LlamaBlock(spec) for _ in range(spec.n_layers)))
-        self.norm = nn.RMSNorm(spec.width)
-        self.head = nn.Linear(spec.width, vocabulary, bias=False)
+        vocabulary = math.ceil(config.vocabulary / config.tensor_parallel)
+        self.token_embedding = nn.Embedding(vocabulary, config.width)
+        self.blocks = nn.Sequential(*(LlamaBlock(config) for _ in range(config.n_layers)))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, vocabulary, bias=False)
 
     def forward(self, tokens, targets):  # (B, T) each
         x = self.blocks(self.token_embedding(tokens))  # (B, T, C)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def model_of(spec, dtype):
-    """Build what one rank holds of the model. Fake tensors can't be converted in place: they are made in `dtype`."""
-    before = torch.get_default_dtype()
+def model_of(config, dtype):
+    """Build what one rank holds of a model, of a GPTConfig or LlamaConfig. `dtype`: its name.
+
+    The model is made in this dtype, because fake tensors can't be converted in place.
+    """
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        if spec.n_kv_heads:
-            return Llama(spec)
-        model = GPT(GPTConfig(spec.n_layers, spec.n_heads, spec.width, spec.positions, lr=0.0))
-        model.token_embedding = nn.Embedding(spec.vocabulary, spec.width)
-        model.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
-        model.head.weight = model.token_embedding.weight
-        return model
+        return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)

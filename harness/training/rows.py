@@ -13,8 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import stage4_overlap
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.training.owner_reduce import OwnerReduce
-from harness.training.replicated import Training, bf16_sum, ddp_16bit, in_16_bits, in_ddp
+from harness.training import baselines
+from harness.training.baselines import OwnerReduce, Training, bf16_sum, ddp_16bit, in_16_bits, in_ddp
 
 # ------------------------------------------------------------ The names of rows, short because tables fit a terminal
 
@@ -32,7 +32,10 @@ FSDP2_RESHARD = "fsdp2 reshard"
 ZERO = "ddp + torch ZeRO"
 DDP_AND_MUON = "ddp + muon"
 DDP_BF16_SUM = "ddp summed in bf16"
-HALF_OVERLAPS = [f"stage 4 {half}" for half in ("neither", "only gradients", "only parameters")]
+NO_OVERLAP = "stage 4 neither"  # neither gradients nor parameters travel while a rank computes
+GRADIENT_OVERLAP = "stage 4 only gradients"
+PARAMETER_OVERLAP = "stage 4 only parameters"
+HALF_OVERLAPS = [NO_OVERLAP, GRADIENT_OVERLAP, PARAMETER_OVERLAP]
 # Of make plan.
 HYBRID_RANKS = 64  # that share the state: on eight nodes of eight, 1/64 is nearly all that sharding saves
 STAGE_4_BF16 = "stage 4 bf16"
@@ -221,8 +224,6 @@ class LateSender(stage4_overlap.DistributedOptimizer):
         self.pass_has_ended = False
 
 
-LATE = stage(LateSender), stage(STAGE_4), stage(LateSender, prefetch=True)
-
 
 # ----------------------------------------------------------------------------------------------------------- The rows
 
@@ -253,7 +254,7 @@ ROWS = [
     Configuration(REFERENCE, "reference", ddp, sends=8, whole=16, has_buckets=True),
     Configuration("ddp + stage 1", "stage", beneath_ddp(STAGE_1), sends=12, whole=8, shared=8, has_buckets=True),
     Configuration("ddp + stage 2", "stage", beneath_ddp(STAGE_2), sends=12, whole=8, shared=8, has_buckets=True),
-    Configuration(REPLICATED, "stage", stage("harness.training.replicated"), sends=8, whole=16),
+    Configuration(REPLICATED, "stage", stage(baselines.DistributedOptimizer), sends=8, whole=16),
     Configuration(NAIVE_BROADCAST, "stage", stage(STAGE_1), sends=12, whole=8, shared=8),
     Configuration(ALL_GATHER, "stage", stage(STAGE_2), sends=12, whole=8, shared=8),
     Configuration(GRAD_BUFFER, "stage", stage(STAGE_3), sends=8, whole=8, shared=8),
@@ -286,8 +287,10 @@ VARIANTS = [
                   reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]
 # Measured on two hosts: they show how much time each half of the overlap saves.
+BUILD_HALF = {NO_OVERLAP: stage(LateSender), GRADIENT_OVERLAP: stage(STAGE_4),
+              PARAMETER_OVERLAP: stage(LateSender, prefetch=True)}
 HALVES = [Configuration(name, "stage", build, sends=8, whole=4, shared=12, has_buckets=True)
-          for name, build in zip(HALF_OVERLAPS, LATE)]
+          for name, build in BUILD_HALF.items()]
 # Rows of make plan: with 16-bit parameters, for GPUs.
 PLANNED = [
     Configuration("ddp bf16", "stage", ddp_16bit, sends=4, whole=20, dtype="bfloat16", has_buckets=True),

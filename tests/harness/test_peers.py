@@ -17,8 +17,7 @@ from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
 from harness.ranks import exchange
 from harness.training import rows
-from harness.training.owner_reduce import owner_buckets
-from harness.training.replicated import DistributedOptimizer
+from harness.training.baselines import DistributedOptimizer, owner_buckets
 from harness.training.rows import ONE_PARAMETER, RowId
 from stage4_overlap import optimizer
 from tests.common import on_ranks, one_rank_of, trainable
@@ -88,7 +87,7 @@ def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(ran
 def test_rung_0_is_replicated_training_with_the_face_of_a_stage(rank, beneath_ddp):
     """Clipped, accumulated, by a schedule, and loaded into another one half way."""
     own = {"average_gradients": not beneath_ddp}
-    pair = Pair(rank, "harness.training.replicated", own=own, lr=0.01)
+    pair = Pair(rank, "harness.training.baselines", own=own, lr=0.01)
     if beneath_ddp:
         pair.model = DistributedDataParallel(pair.model)
     schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in pair.optimizers]

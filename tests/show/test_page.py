@@ -474,8 +474,8 @@ def test_the_calculator_holds_and_sends_what_make_plan_counts(started):
     with opened(started, "calculator") as shown:
         for is16, names in ((False, FP32), (True, BF16)):
             for model, d, bucket_mib in (("gpt2", 8, 100), ("7b", 1024, 1600)):
-                counted = [alone.record(RowId(name, bucket_mib if "stage 4" in name else None), options.SPECS[model], d)
-                           for name in names]
+                counted = [alone.record(RowId(name, bucket_mib if "stage 4" in name else None),
+                                        options.PLANNED_MODELS[model], d) for name in names]
                 at = {"psi": counted[0].numel, "ranks": d, "bucket": bucket_mib, "is16": is16}
                 calculated = shown.evaluate("(at) => calculate(at).map(([, , held, , sent]) => [held, sent])", at)
                 for name, row, (held_bytes, sent) in zip(names, counted, calculated, strict=True):

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from harness.training.models import GPT, GPTConfig, share_layers
-from harness.training.replicated import DistributedOptimizer as Replicated
 from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
@@ -246,20 +244,37 @@ def test_buckets_and_the_norm_are_the_same_where_parts_are_not(rank, bucket_cap_
     assert len(set(norms)) > 15 and (len(n_params) > 2) == (bucket_cap_mb is not None)
 
 
-@on_ranks(4, optimizer_cls=[DistributedOptimizer, Replicated])
-def test_a_gpt_with_shared_weights(rank, optimizer_cls):
-    """Train as `train.py --tp` does: embedding and head are one Parameter, cut alike, which the norm counts once."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layers=1, n_heads=2, width=16, block_size=8, lr=0.01)).to(rank.device)
-    plain = copy.deepcopy(model)
-    group = share_layers(model, 2, rank)
-    optimizer = optimizer_cls(model.parameters(), lr=0.01, process_group=group, eps=1e-6)
+class TiedModel(nn.Module):
+    """An embedding and a head that share one Parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):  # (batch, sequence) -> (batch, sequence, 16)
+        return self.head(self.embedding(tokens))
+
+
+@on_ranks(4)
+def test_a_weight_of_embedding_and_head_is_trained_and_counts_once_in_the_norm(rank):
+    """Cut both modules alike, and tie the weights again, because parallelize_module makes a DTensor for each."""
+    mesh = mesh_of(rank)
+    group = mesh["dp"].get_group()
+    plain = TiedModel().to(rank.device)
+    model = parallelize_module(TiedModel().to(rank.device), mesh["tp"], {
+        "embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())})
+    model.head.weight = model.embedding.weight
+    optimizer = DistributedOptimizer(model.parameters(), lr=0.01, process_group=group, eps=1e-6)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-6)
     for step in range(2):
-        text = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(step)).to(rank.device)
+        text = torch.randint(16, (4, 9), generator=torch.Generator().manual_seed(step)).to(rank.device)
         own_text = text.chunk(2)[dist.get_rank(group)]
-        model(own_text[:, :-1], own_text[:, 1:]).backward()
-        plain(text[:, :-1], text[:, 1:]).backward()
+        for trained, tokens in ((model, own_text), (plain, text)):
+            logits = trained(tokens[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         assert torch.allclose(optimizer.clip_grad_norm_(0.5), norm, rtol=1e-4)
         for one in (optimizer, reference):

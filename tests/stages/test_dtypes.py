@@ -9,7 +9,7 @@ import torch
 
 from harness import STAGE_3, STAGE_4, STAGES
 from harness.planning.alone import STATES, record
-from harness.training.options import SPECS
+from harness.training.options import MODELS
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
 from tests.pairs import ADAMW, sgd_of
@@ -103,7 +103,7 @@ def test_bytes_a_parameter_are_those_of_the_formula(name, choice, formula):
     """Stage 4 holds two bucket buffers besides: b."""
     for d in (2, 64):
         with situation((name, d)):
-            found = record(choice, SPECS["tiny"], d)
+            found = record(choice, MODELS["tiny"], d)
             b = found.held["buffers"] / found.numel
             assert sum(found.held.values()) / found.numel == pytest.approx(eval(formula, {"d": d, "b": b}), rel=0.01)
             assert bool(b) == name.startswith("stage 4")

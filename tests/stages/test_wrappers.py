@@ -75,7 +75,7 @@ def test_a_wrapper_has_the_state_and_the_settings_of_the_optimizer(rank, stage, 
 # --------------------------------------------------------------------------------------------- DDP around the model
 
 
-RUNGS = {"replicated": "harness.training.replicated",
+RUNGS = {"replicated": "harness.training.baselines",
          **{f"stage {number}": stage for number, stage in enumerate(STAGES, 1)}}
 SITUATIONS = {  # column of the table -> (whether DDP is around the model, what the optimizer is told)
     "alone": (False, {}),
