@@ -1,4 +1,4 @@
-"""Does what every program does: end on Ctrl-C in one word, refuse bad input in one line, write files whole."""
+"""Does what every program does: end on Ctrl-C in one word, refuse bad input in one line, write a file."""
 
 import argparse
 import io
@@ -38,15 +38,15 @@ def add_json(parser, path):
 
 
 def number(kind, least, most):
-    """Return a type for argparse: an int or float from `least` to `most`; nan is refused."""
+    """Return a type for argparse: an int or float (`kind`) from `least` to `most`; nan is refused."""
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be a {'whole ' if kind is int else ''}number from {least:g} to "
-                                             f"{most:g}, not {text:.40}")
+            words = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {words} from {least:g} to {most:g}, not {text:.40}")
         return value
     return parse
 
@@ -70,45 +70,21 @@ def check_length(length, model, models, fail):
         fail(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
 
 
-def partial_path(path):
-    """Return the file that is written before it replaces `path`, which stays on a full disk. A link stays a link, and
-    what is no file, such as /dev/stdout, is written itself."""
-    if path.exists() and not path.is_file():
-        return path
-    path = path.resolve()
-    return path.with_name(f"{path.name}.partial")
-
-
 def check_writable(option, path, fail):
     """Make the folder of `path`, and `fail` before the measurement, not after it, where `path` can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        (partial := partial_path(path)).open("a").close()
-        if partial != path:
-            partial.unlink(missing_ok=True)  # another rank may have been here
-    except (OSError, RuntimeError) as error:  # the latter, of a loop of links, before Python 3.13
-        fail(f"{option} {path}: {getattr(error, 'strerror', None) or error}")
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        fail(f"{option} {path}: {error.strerror}")
 
 
 def write(option, path, text, fail):
     """Replace what `path` holds by `text`."""
-    partial = partial_path(path)
     try:
-        partial.write_text(text, encoding="utf-8")
-        if partial != path:
-            partial.replace(path.resolve())
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        if partial != path:
-            partial.unlink(missing_ok=True)
         fail(f"{option} {path}: not written: {error.strerror}")
-
-
-def write_and_show(path, text, fail, show):
-    """Write a result to --json, if there is a path, and then `show` it: its reader may be gone, or take ASCII only."""
-    try:
-        if path:
-            write("--json", path, text, fail)
-    finally:
-        show()
-    if path:
-        print(f"written to {path}")  # not by rich, for which [a] in a path is markup

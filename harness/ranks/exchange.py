@@ -1,12 +1,13 @@
 """Replaces gloo's reduce-scatter by one that sends what the formula says, and its all-gather by a faster one.
 
 gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather takes 1.5 times as
-long as the link: messages of more than 1 MiB are slow. All rows are measured with the
-functions below, which exchange pieces as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
+long as the link: messages of more than 1 MiB are slow. All rows are measured with the functions below. They exchange
+pieces of at most 1 MiB, as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
 """
 
 import contextlib
 import functools
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -34,25 +35,34 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
         return native(output, input, op=op, group=group, async_op=async_op)
     if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise NotImplementedError("the exchange in place of gloo's reduce-scatter waits, and sums or averages")
-    rank, d = dist.get_rank(group), dist.get_world_size(group)
-    out, parts = output.view(-1), input.view(d, -1)  # (shard_numel,), (d, shard_numel)
+    rank = dist.get_rank(group)
+    d = dist.get_world_size(group)
+    own_part = output.view(-1)  # (shard_numel,)
+    parts = input.view(d, -1)  # (d, shard_numel)
     numel = max(1, PIECE_BYTES // input.itemsize)
-    pieces = [part.split(numel) for part in parts]
-    received = input.new_empty(2, d, min(numel, out.numel()))  # the first is added up while the second fills
-    next_works = exchange(pieces, received, 0, rank, group)
-    for number, piece in enumerate(out.split(numel)):
+    pieces = [part.split(numel) for part in parts]  # pieces[rank][number]
+    # Pieces arrive in one of two buffers by turns: while a piece is added up, the next piece arrives.
+    buffers = input.new_empty(2, d, min(numel, own_part.numel()))
+    next_works = exchange(pieces, buffers, 0, rank, group)
+    for number, own_piece in enumerate(own_part.split(numel)):
         works = next_works
-        next_works = exchange(pieces, received, number + 1, rank, group)
+        next_works = exchange(pieces, buffers, number + 1, rank, group)
         for work in works:
             work.wait()
-        arrived = received[number % 2, :, : piece.numel()]
-        *summands, last = [*arrived[:rank], pieces[rank][number], *arrived[rank + 1 :]]  # in rank order
-        if summands:
-            torch.add(functools.reduce(torch.add, summands), last, out=piece)
-        else:
-            piece.copy_(last)
+        summands = [*buffers[number % 2, :, : own_piece.numel()]]  # (d, numel of the piece), by rank
+        summands[rank] = pieces[rank][number]
+        sum_into(own_piece, summands)
     if op == dist.ReduceOp.AVG:
-        out /= d
+        own_part /= d
+
+
+def sum_into(total, summands):
+    """Write the sum of `summands`, in their order, into `total`, which may be one of them."""
+    *others, last = summands
+    if others:
+        torch.add(functools.reduce(torch.add, others), last, out=total)
+    else:
+        total.copy_(last)
 
 
 @torch.no_grad()
@@ -62,15 +72,36 @@ def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
         return native(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
         raise NotImplementedError("the exchange in place of gloo's all-gather waits")
-    rank, d = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    d = dist.get_world_size(group)
     numel = max(1, PIECE_BYTES // input_tensor.itemsize)
     parts = output_tensor.view(d, -1)
     own_part = input_tensor.reshape(-1)
     if own_part.data_ptr() != parts[rank].data_ptr():
         parts[rank].copy_(own_part)
-    for work in start([(piece, to, received, source) for to, source in neighbours(rank, d)
-                       for piece, received in zip(own_part.split(numel), parts[source].split(numel))], group):
+    messages = [Message(piece, to, received, source)
+                for to, source in neighbours(rank, d)
+                for piece, received in zip(own_part.split(numel), parts[source].split(numel))]
+    for work in start(messages, group):
         work.wait()
+
+
+class Message(NamedTuple):
+    """A tensor that is sent to a rank of the group, and a tensor into which one is received from a rank."""
+    sent: torch.Tensor
+    to: int
+    received: torch.Tensor
+    source: int
+
+
+def exchange(pieces, buffers, number, rank, group):
+    """Send piece `number` of each other rank's part, if there is one, and receive this rank's. Returns the works."""
+    messages = []
+    for to, source in neighbours(rank, len(pieces)):
+        if number < len(pieces[to]):
+            sent = pieces[to][number]
+            messages.append(Message(sent, to, buffers[number % 2, source, : sent.numel()], source))
+    return start(messages, group)
 
 
 def neighbours(rank, d):
@@ -79,15 +110,9 @@ def neighbours(rank, d):
 
 
 def start(messages, group):
-    """Send and receive `messages`, [(sent, to, received, source)]. Returns the works."""
+    """Send and receive Messages. Returns the works."""
     operations = []
-    for sent, to, received, source in messages:
-        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
-        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+    for message in messages:
+        operations.append(dist.P2POp(dist.isend, message.sent, group=group, group_peer=message.to))
+        operations.append(dist.P2POp(dist.irecv, message.received, group=group, group_peer=message.source))
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def exchange(pieces, received, number, rank, group):
-    """Send piece `number` of each other rank's part, if there is one, and receive this rank's. Returns the works."""
-    return start([(pieces[to][number], to, received[number % 2, source, : pieces[to][number].numel()], source)
-                  for to, source in neighbours(rank, len(pieces)) if number < len(pieces[to])], group)

@@ -1,14 +1,13 @@
-"""Lets ranks find each other, on a device and backend that works, leave together, and report a lost rank."""
+"""Lets ranks find each other, on a device and backend that work, leave together, and report a lost rank."""
 
 import atexit
+import concurrent.futures
 import contextlib
 import ctypes
 import os
 import platform
-import re
 import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,24 +21,82 @@ from guard.refuse import silence_torch
 from harness.ranks import command_line
 
 
+class Rank(NamedTuple):
+    """Names this process among all. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
+    number: int
+    world_size: int
+    device: torch.device
+    backend: str
+
+
+# ------------------------------------------------------------------------------------------------------------- Meeting
+
+
+def connect(timeout_s=120):
+    """Join the process group that torchrun's environment describes. Returns a Rank; without torchrun there is one rank.
+
+    A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
+    """
+    command_line.begin()
+    sys.excepthook = report_lost_rank
+    silence_torch()  # a guard does so, too, when it is built, but a bare core doesn't
+    if "RANK" not in os.environ:
+        return join(0, 1, 0, 1, timeout_s, dist.HashStore())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # torchrun, which may be killed and can't end its ranks then
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except ValueError as error:
+        command_line.fail(Path(sys.argv[0]).name, f"{error}: see torchrun")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    # When torchrun starts ranks anew, its store still has the addresses of the ranks before: each attempt has a prefix.
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
+    sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
+    return me
+
+
+def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
+    """Join the ranks that meet in `store`, by the first backend and device that work on every rank. Returns a Rank."""
+    possible = choices(local_rank, local_world_size)
+    for number, (backend, device) in enumerate(possible):
+        is_last = number == len(possible) - 1
+        shares_gpu = backend == "nccl" and not is_last
+        if shares_gpu:
+            # NCCL refuses two ranks on one GPU of one host. So each says that it is a host of its own, and they talk
+            # through sockets.
+            os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
+        old_threads = own_threads()
+        substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
+        prepare(device)
+        own_gpu = device if backend == "nccl" and not shares_gpu else None
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=substore, rank=rank,
+                                world_size=world_size, device_id=own_gpu)
+        if backend == "gloo":
+            let_computing_go_first(own_threads() - old_threads)
+        me = Rank(rank, world_size, device, backend)
+        if is_last or can_communicate(me, dist.PrefixStore("works", substore)):
+            return me
+        dist.destroy_process_group()
+
+
 def choices(local_rank, local_world_size):
     """Return [(backend, device), …], to be tried in this order. Backend and device are chosen nowhere else.
 
-    A rank has one GPU, with NCCL, or everything is on the CPU. With fewer GPUs than ranks, ranks share them if that
-    works: NCCL refuses two ranks on one GPU of one host, but not if each says, by NCCL_HOSTID, that it is a host of its
-    own; they then talk through sockets. In some releases gloo has all collectives for CUDA tensors that stages call.
-    SHARE_GPU=no in the environment leaves the GPUs alone unless there is one for each rank.
+    A rank has one GPU, with NCCL, or everything is on the CPU. With fewer GPUs than ranks, ranks share GPUs if that
+    works. SHARE_GPU=no in the environment leaves the GPUs alone unless there is a GPU for each rank.
     """
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cpu = "gloo", torch.device("cpu")
-    if n_gpus >= local_world_size and dist.is_nccl_available():
+    has_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    n_gpus = torch.cuda.device_count() if has_gpus else 0
+    on_cpu = ("gloo", torch.device("cpu"))
+    if n_gpus == 0:
+        return [on_cpu]
+    if n_gpus >= local_world_size:
         return [("nccl", torch.device("cuda", local_rank))]
-    if not n_gpus or os.environ.get("SHARE_GPU") == "no":
-        return [cpu]
-    os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
-    shared = torch.device("cuda", local_rank % n_gpus)
-    by_gloo = [("gloo", shared), cpu]
-    return [("nccl", shared), *by_gloo] if dist.is_nccl_available() else by_gloo
+    if os.environ.get("SHARE_GPU") == "no":
+        return [on_cpu]
+    return [("nccl", torch.device("cuda", local_rank % n_gpus)), on_cpu]
 
 
 def prepare(device):
@@ -59,133 +116,24 @@ WORKS = "works"  # what a rank writes into the store when it can communicate; or
 def can_communicate(me, store):
     """Return whether what the stages call works on every rank's device in the default group. Ranks agree by `store`."""
     try:
-        whole = torch.ones(me.world_size, device=me.device)
-        part = torch.ones(1, device=me.device)
-        dist.all_reduce(whole)
-        dist.broadcast(whole, src=0)
-        dist.all_gather_into_tensor(whole, part)
-        dist.reduce_scatter_tensor(part, whole)
+        all_ones = torch.ones(me.world_size, device=me.device)
+        n_ranks = torch.ones(1, device=me.device)
+        dist.all_reduce(all_ones)
+        dist.broadcast(all_ones, src=0)
+        dist.all_gather_into_tensor(all_ones, n_ranks)
+        dist.reduce_scatter_tensor(n_ranks, all_ones)
         if me.world_size > 1:  # no rank sends to itself
-            for work in dist.batch_isend_irecv([
-                    dist.P2POp(dist.isend, whole, (me.number + 1) % me.world_size),
-                    dist.P2POp(dist.irecv, whole.clone(), (me.number - 1) % me.world_size)]):
+            next_rank = (me.number + 1) % me.world_size
+            previous_rank = (me.number - 1) % me.world_size
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, all_ones, next_rank),
+                                            dist.P2POp(dist.irecv, all_ones.clone(), previous_rank)])
+            for work in works:
                 work.wait()
-        answer = WORKS if part.item() == me.world_size else f"a sum of ones is {part.item()}"
+        answer = WORKS if n_ranks.item() == me.world_size else f"a sum of ones is {n_ranks.item()}"
     except RuntimeError as refusal:
         answer = str(refusal)
     store.set(str(me.number), answer)
     return all(store.get(str(rank)).decode() == WORKS for rank in range(me.world_size))
-
-
-# ------------------------- A rank that loses another rank names it in one line, and ends: nothing waits without a limit
-
-
-def report_lost_rank(kind, error, trace):
-    """End this rank when a collective has failed because another rank is gone or late: one line, and no wait."""
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    is_lost_rank = isinstance(error, dist.DistError) or "gloo" in first_line  # gloo's errors name its source files
-    if not is_lost_rank:
-        return command_line.say_interrupted(kind, error, trace)
-    sys.stdout.flush()
-    missing = ", ".join(map(str, _missing_ranks()))
-    lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
-    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} {lost}", file=sys.stderr, flush=True)
-    os._exit(1)  # without leaving the process group, which would wait for the others
-
-
-MISSING_S = 3  # how long a rank that has lost another one waits for the reports of the others
-
-
-def _missing_ranks():
-    """Report in the store that this rank has lost another, and return the ranks that don't: dead, stopped or busy.
-
-    At least one rank is missing, so when one is left that hasn't reported, it is returned at once. [] if the store
-    doesn't answer.
-    """
-    missing = []
-
-    def ask():
-        with contextlib.suppress(ValueError, RuntimeError):  # the ranks never met, or the store has gone
-            store = dist.distributed_c10d._get_default_store()
-            rank = dist.get_rank()
-            world_size = dist.get_world_size()
-            store.set(f"lost another: {rank}", "")
-            silent = [other for other in range(world_size) if other != rank]
-            deadline = time.monotonic() + MISSING_S
-            while len(silent) > 1 and time.monotonic() < deadline:
-                time.sleep(0.05)
-                silent = [other for other in silent if not store.check([f"lost another: {other}"])]
-            missing.extend(silent)
-    thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
-    thread.start()
-    thread.join(MISSING_S + 2)  # time for the calls to the store, too
-    return missing
-
-
-class Rank(NamedTuple):
-    """Names this process among all. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
-    number: int
-    world_size: int
-    device: torch.device
-    backend: str
-
-
-def connect(timeout_s=120):
-    """Join the process group that torchrun's environment describes. Returns a Rank; without torchrun there is one rank.
-
-    A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
-    """
-    command_line.begin()
-    sys.excepthook = report_lost_rank
-    silence_torch()  # a guard does so, too, when it is built, but a bare core doesn't
-    if "RANK" not in os.environ:
-        return join(0, 1, 0, 1, timeout_s, dist.HashStore())
-    rank, world_size = _numbers("RANK", "WORLD_SIZE")
-    local_rank, local_world_size = _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE", rank, world_size)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # torchrun, which may be killed and can't end its ranks then
-    # When torchrun starts ranks anew, its store still has the addresses of the ranks before: each attempt has a prefix.
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    except ValueError as error:
-        _fail(error)
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
-    sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
-    return me
-
-
-def _numbers(rank_variable, size_variable, *defaults):
-    """Return what a launcher has set: a rank, and a world size above it. Or else: one line, and exit code 2."""
-    texts = [str(os.environ.get(name, default))
-             for name, default in zip((rank_variable, size_variable), defaults or ("", ""))]
-    if all(re.fullmatch("[0-9]{1,8}", text) for text in texts) and int(texts[0]) < int(texts[1]):
-        return map(int, texts)
-    _fail(f"{rank_variable}={texts[0]:.40} and {size_variable}={texts[1]:.40} in the environment: they must be "
-          "numbers, the first below the second")
-
-
-def _fail(message):
-    command_line.fail(Path(sys.argv[0]).name, f"{message}: see torchrun")
-
-
-def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
-    """Join the ranks that meet in `store`, by the first backend and device that work on every rank. Returns a Rank."""
-    possible = choices(local_rank, local_world_size)
-    for number, (backend, device) in enumerate(possible):
-        is_last = number == len(possible) - 1
-        old_threads = own_threads()
-        substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
-        prepare(device)
-        has_own_gpu = is_last and backend == "nccl"  # as one of several choices, NCCL is tried on a shared GPU
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=substore, rank=rank,
-                                world_size=world_size, device_id=device if has_own_gpu else None)
-        if backend == "gloo":
-            let_computing_go_first(own_threads() - old_threads)
-        me = Rank(rank, world_size, device, backend)
-        if is_last or can_communicate(me, dist.PrefixStore("works", substore)):
-            return me
-        dist.destroy_process_group()
 
 
 def side_group(timeout_s):
@@ -210,6 +158,53 @@ def rank_0_of(d):
         sys.excepthook = excepthook  # init_process_group wraps it, each time once more
 
 
+# ------------------------- A rank that loses another rank names it in one line, and ends: nothing waits without a limit
+
+
+def report_lost_rank(kind, error, trace):
+    """End this rank when a collective has failed because another rank is gone or late: one line, and no wait."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    is_lost_rank = isinstance(error, dist.DistError) or "gloo" in first_line  # gloo's errors name its source files
+    if not is_lost_rank:
+        return command_line.say_interrupted(kind, error, trace)
+    sys.stdout.flush()
+    missing = ", ".join(map(str, _missing_ranks()))
+    lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
+    print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} {lost}", file=sys.stderr, flush=True)
+    os._exit(1)  # without leaving the process group, which would wait for the others
+
+
+MISSING_S = 3  # how long a rank that has lost another rank waits for the reports of the others
+
+
+def _missing_ranks():
+    """Return the ranks that don't report in the store: dead, stopped or busy. [] if the store doesn't answer."""
+    # In a thread, because a store whose process is stopped never answers.
+    silent = concurrent.futures.ThreadPoolExecutor(1).submit(_silent_ranks)
+    try:
+        return silent.result(MISSING_S + 2)  # time for the calls to the store, too
+    except (concurrent.futures.TimeoutError, ValueError, RuntimeError):  # the ranks never met, or the store has gone
+        return []
+
+
+def _silent_ranks():
+    """Report in the store that this rank has lost another rank, and return the ranks that don't report.
+
+    At least one rank is missing. So as soon as all other ranks but one have reported, that one is returned.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"lost another: {dist.get_rank()}", "")
+    silent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    deadline = time.monotonic() + MISSING_S
+    while len(silent) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        silent = [rank for rank in silent if not store.check([f"lost another: {rank}"])]
+    return silent
+
+
+# ------------------------------------------------------------------------------------------------------------- Leaving
+
+
 groups_until_exit = []  # references that keep process groups alive until just before Python ends
 
 
@@ -225,37 +220,40 @@ def disconnect():
     dist.destroy_process_group()
 
 
-def on_all_ranks(function, mistakes=ValueError):
-    """Return function(). If it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
-
-    The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
-    """
-    result, error = None, None
-    try:
-        result = function()
-    except mistakes as mistake:
-        error = str(mistake)
-    errors = [error]
+def leave(code):
+    """End this rank with an exit code, after it has left the process group if there is one."""
     if dist.is_initialized():
-        errors *= dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    failed = [rank for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return result
-    if is_rank_0():
-        where = "" if len(failed) == len(errors) else f"rank {failed[0]}: "
-        print(f"{Path(sys.argv[0]).name}: error: {where}{errors[failed[0]]}", file=sys.stderr, flush=True)
-    leave(2)
+        disconnect()
+    sys.exit(code)
 
 
 def is_rank_0():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def leave(code):
+def on_all_ranks(function, mistakes=ValueError):
+    """Return function(). If it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
+
+    The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
+    """
+    result = None
+    error = None
+    try:
+        result = function()
+    except mistakes as mistake:
+        error = str(mistake)
+    errors = [error]  # by rank
     if dist.is_initialized():
-        disconnect()
-    sys.exit(code)
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
+    if not failed_ranks:
+        return result
+    if is_rank_0():
+        first = failed_ranks[0]
+        where = "" if len(failed_ranks) == len(errors) else f"rank {first}: "
+        print(f"{Path(sys.argv[0]).name}: error: {where}{errors[first]}", file=sys.stderr, flush=True)
+    leave(2)
 
 
 # ------------------------------------------------------------------------------------ What a process asks of the system
@@ -272,10 +270,11 @@ def end_with_parent():
 def keep_freed_memory():
     """Let glibc keep what is freed for the next tensor of that size, as torch's allocator for CUDA does.
 
-    By default it gives large blocks back to Linux, which hands them out again page by page, each one zeroed: up to
+    By default glibc gives large blocks back to Linux, which hands them out again page by page, each page zeroed: up to
     35,000 page faults a step were counted with the tiny model, and not in each run of the same program.
     """
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    M_TRIM_THRESHOLD = -1
+    M_MMAP_THRESHOLD = -3
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not on every libc
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -283,11 +282,11 @@ def keep_freed_memory():
 
 
 def let_computing_go_first(threads):
-    """Let `threads`, ids of this process, wait where one that computes has the core, instead of interrupting it.
+    """Let gloo's `threads`, ids of this process, wait while a computing thread has the core, and not interrupt it.
 
     Linux prefers a thread that wakes up, and gloo's threads wake up at each 64 kB that arrive, amid a matrix product.
-    GLOO_PRIORITY=normal in the environment leaves them as they are, for a machine with many more ranks than cores:
-    there they would get no core while any rank computes, and other ranks wait for what they send.
+    GLOO_PRIORITY=normal in the environment leaves the threads as they are, for a machine with many more ranks than
+    cores. There gloo's threads would get no core while any rank computes, and other ranks wait for what they send.
     """
     if os.environ.get("GLOO_PRIORITY") == "normal":
         return

@@ -15,6 +15,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -30,6 +31,22 @@ class WorkerError(RuntimeError):
         self.details = details
 
 
+class Message(NamedTuple):
+    """What a rank sends to the process that has started it.
+
+    `kind` says what `value` is. "event": what the rank has passed to `event()`. "result": what the function returned.
+    "failure": a Failure.
+    """
+    kind: str
+    value: object
+
+
+class Failure(NamedTuple):
+    """Why a rank has no result. `traceback`: in Python; "" if the rank has died."""
+    line: str
+    traceback: str
+
+
 class Workers(contextlib.AbstractContextManager):
     """Starts `world_size` processes on this machine once, in one process group, and runs functions on them.
 
@@ -39,7 +56,7 @@ class Workers(contextlib.AbstractContextManager):
     `function(rank: Rank, *args, **kwargs)` must be importable (defined at the top of a module), and its arguments and
     result must pickle. A collective that waits longer than `timeout_s` seconds fails, and so does a run of `limit_s`
     (default: the same). After a failure all processes have been ended, and the next `run` starts new ones.
-    `enter(rank: int)` is called in each process before it meets the others. Use it from the main thread, from a script
+    `enter(rank: int)` is called in each process before the ranks meet. Use Workers from the main thread, from a script
     whose work stands below `if __name__ == "__main__":`. Raises WorkerError when a rank fails.
     """
 
@@ -48,7 +65,8 @@ class Workers(contextlib.AbstractContextManager):
         self.timeout_s = timeout_s
         self.limit_s = limit_s
         self.enter = enter
-        self.processes, self.pipes = [], []
+        self.processes = []  # by rank
+        self.pipes = []  # this process's ends, by rank
         self._start()
 
     def __exit__(self, *exception):
@@ -84,7 +102,8 @@ class Workers(contextlib.AbstractContextManager):
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes = [], []
+        self.processes = []
+        self.pipes = []
         self.store = None
         self.folder.cleanup()
 
@@ -113,42 +132,60 @@ class Workers(contextlib.AbstractContextManager):
 
     def _collect(self, on_event):
         """Wait for all answers and return them. After a failure, other ranks have a moment to report the cause."""
-        results, failures = {}, {}  # by rank; a failure is (line, traceback)
+        results = {}  # by rank
+        failures = {}  # Failures, by rank
         limit_s = self.limit_s or self.timeout_s
         deadline = time.monotonic() + limit_s
-        while missing := [rank for rank in range(self.world_size) if rank not in {*results, *failures}]:
-            sources = {source: rank for rank in missing for source in (self.pipes[rank], self.processes[rank].sentinel)}
-            ready = {sources[source] for source in wait(sources, max(0, deadline - time.monotonic()))}
+        missing = list(range(self.world_size))
+        while missing:
+            ready = self._ranks_with_news(missing, max(0, deadline - time.monotonic()))
             if not ready:
                 break
-            for rank in sorted(ready):
+            for rank in ready:
                 kind, value = self._receive(rank)
-                if kind != "event":
-                    (results if kind == "result" else failures)[rank] = value
+                if kind == "result":
+                    results[rank] = value
+                elif kind == "failure":
+                    failures[rank] = value
                 elif on_event is not None:
                     on_event(rank, value)
             if failures:  # a rank that only lost its neighbour often reports before the death of that neighbour is seen
                 deadline = min(deadline, time.monotonic() + 0.5)
+            missing = [rank for rank in missing if rank not in results and rank not in failures]
         if failures:
-            # The cause is a rank that died, if there is one: the other ranks only report that they miss it. Among
-            # several, the lowest rank is named, not the first to report.
-            in_order = [failures[rank] for rank in sorted(failures)]
-            line = next((line for line, details in in_order if not details), in_order[0][0])
-            raise WorkerError(line, "\n".join(details or line for line, details in in_order))
+            raise _error_of([failures[rank] for rank in sorted(failures)])
         if missing:
             raise WorkerError(f"no answer from rank {', '.join(map(str, missing))} after {limit_s} seconds")
         return [results[rank] for rank in range(self.world_size)]
 
+    def _ranks_with_news(self, ranks, timeout_s):
+        """Wait until some of `ranks` have sent a message or died. Returns these; none after `timeout_s`."""
+        rank_of = {}  # pipe, or what becomes ready when the process ends -> rank
+        for rank in ranks:
+            rank_of[self.pipes[rank]] = rank
+            rank_of[self.processes[rank].sentinel] = rank
+        return sorted({rank_of[source] for source in wait(rank_of, timeout_s)})
+
     def _receive(self, rank):
-        """Return (kind, value) of one message of a rank that has sent one, or has died."""
+        """Return one Message of a rank that has sent a message, or has died."""
         try:
             if self.pipes[rank].poll():
-                return pickle.loads(self.pipes[rank].recv_bytes())
+                return Message(*pickle.loads(self.pipes[rank].recv_bytes()))
         except (EOFError, OSError):
             self.processes[rank].join(5)  # the pipe closes a moment before the exit code is known
         code = self.processes[rank].exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return "failure", (f"rank {rank} {how}", "")
+        return Message("failure", Failure(f"rank {rank} {how}", ""))
+
+
+def _error_of(failures):
+    """Make a WorkerError of Failures, which are in order of ranks.
+
+    Its line is that of the first rank that has died, if there is one: other ranks only report that they miss it.
+    """
+    dead = [failure for failure in failures if not failure.traceback]
+    first = dead[0] if dead else failures[0]
+    return WorkerError(first.line, "\n".join(failure.traceback or failure.line for failure in failures))
 
 
 _to_parent = None  # in a worker: its end of the pipe
@@ -173,21 +210,27 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
     while job := jobs.get():
         try:
             if me is None:
-                if enter:
-                    enter(rank)
-                    store = dist.FileStore(place, world_size)
-                else:
-                    store = dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=timeout_s))
-                me = join(rank, world_size, rank, world_size, timeout_s, store)
+                me = _meet(place, rank, world_size, timeout_s, enter)
             sys.path[:], call = pickle.loads(job)
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))
         except BaseException as error:  # SystemExit too: the parent reports it in one line
-            line = f"rank {rank}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            answer = pickle.dumps(("failure", (line, f"rank {rank}: {traceback.format_exc()}")))
+            first_line, *_ = [*str(error).strip().splitlines(), ""]
+            line = f"rank {rank}: {type(error).__name__}: {first_line}"
+            answer = pickle.dumps(("failure", Failure(line, f"rank {rank}: {traceback.format_exc()}")))
         pipe.send_bytes(answer)
     if me is not None:
         disconnect()
+
+
+def _meet(place, rank, world_size, timeout_s, enter):
+    """Join the other workers at `place`, a file if there is `enter`, or else a port. Returns a Rank."""
+    if enter:
+        enter(rank)
+        store = dist.FileStore(place, world_size)
+    else:
+        store = dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return join(rank, world_size, rank, world_size, timeout_s, store)
 
 
 def _read_jobs(pipe, jobs):

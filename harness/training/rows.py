@@ -1,4 +1,4 @@
-"""Lists the rows: each configuration to train by its name, with what it must agree with, send and hold."""
+"""Lists the rows: ways to train the same model, by name. Says what each must agree with, send and hold."""
 
 import functools
 import importlib
@@ -36,20 +36,20 @@ NO_OVERLAP = "stage 4 neither"  # neither gradients nor parameters travel while 
 GRADIENT_OVERLAP = "stage 4 only gradients"
 PARAMETER_OVERLAP = "stage 4 only parameters"
 HALF_OVERLAPS = [NO_OVERLAP, GRADIENT_OVERLAP, PARAMETER_OVERLAP]
-# Of make plan.
-HYBRID_RANKS = 64  # that share the state: on eight nodes of eight, 1/64 is nearly all that sharding saves
+# Names in make plan. HYBRID_RANKS ranks, eight nodes of eight, share the state: 1/64 is nearly all that sharding saves.
+HYBRID_RANKS = 64
 STAGE_4_BF16 = "stage 4 bf16"
 HYBRID_BF16 = f"hybrid of {HYBRID_RANKS} bf16"
 # The reference and the stages: what one picture shows.
 LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
 
 ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
-DEFAULT_MB = 25  # of DDP
-SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # of buckets, in MiB: those that a sweep tries
+DEFAULT_MB = 25  # of a bucket of DDP
+SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # of buckets, in MiB, that a sweep tries
 
 
 class RowId(NamedTuple):
-    """Names a row of the catalogue, with buckets of `bucket_mb` MiB; None: of its default size."""
+    """Names a row of the catalogue, with buckets of `bucket_mb` MiB; None: with buckets of the default size."""
     base: str
     bucket_mb: float | None = None
 
@@ -59,7 +59,7 @@ class RowId(NamedTuple):
 
     @property
     def label(self):
-        """Return the name in two lines if it has a bucket size: a table has to fit a terminal."""
+        """Return the name, in two lines if there is a bucket size, because a table has to fit a terminal."""
         return self.base if self.bucket_mb is None else f"{self.base},\n  {self.size} buckets"
 
     @property
@@ -70,8 +70,8 @@ class RowId(NamedTuple):
         return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MiB"
 
 
-# ----------------- Ways to train the same model on the same data: build(model, AdamW's settings, bucket_mb) -> Training
-# `bucket_mb` is the size of a bucket in MiB; None is the default of what has buckets, and all that others are given.
+# ------------------------------------------------ Ways to train: build(model, AdamW's settings, bucket_mb) -> Training
+# `bucket_mb` is the size of a bucket in MiB. None is the default size, or says that there are no buckets.
 
 
 def compute_only(model, adamw, bucket_mb=None):
@@ -81,11 +81,12 @@ def compute_only(model, adamw, bucket_mb=None):
 def with_ddp(make, hook=None, is_alone=False):
     """Let DDP average the gradients while backward runs, in buckets; `make(params, **adamw)` makes the optimizer.
 
-    `is_alone`: DDP has a gloo group of this rank alone, because it can't work with ranks whose messages go nowhere.
+    `is_alone`: DDP has a gloo group of this rank alone, because DDP can't work with ranks whose messages go nowhere.
     """
     def build(model, adamw, bucket_mb=None):
-        group = {"process_group": dist.new_group([0], backend="gloo")} if is_alone else {}
-        return Training(model, in_ddp(model, bucket_mb, hook, **group), make(model.parameters(), **adamw))
+        group = dist.new_group([0], backend="gloo") if is_alone else None
+        wrapped = in_ddp(model, bucket_mb, hook, process_group=group)
+        return Training(model, wrapped, make(model.parameters(), **adamw))
     return build
 
 
@@ -103,10 +104,10 @@ def ddp_and_zero(model, adamw, bucket_mb=None, is_alone=False):
 
     With a bucket size ZeRO is tuned, too: the parameters of a rank are views of one tensor, which is sent as a whole.
     """
-    def zero(params, **adamw):
-        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, parameters_as_bucket_view=bucket_mb is not None,
-                                       **adamw)
-    return with_ddp(zero, is_alone=is_alone)(model, adamw, bucket_mb)
+    def make_zero(params, **adamw):
+        is_tuned = bucket_mb is not None
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, parameters_as_bucket_view=is_tuned, **adamw)
+    return with_ddp(make_zero, is_alone=is_alone)(model, adamw, bucket_mb)
 
 
 def fsdp2(reshard_after_forward):
@@ -120,11 +121,16 @@ def fsdp2(reshard_after_forward):
 
 
 def stage(optimizer, name="DistributedOptimizer", prefetch=False, **settings):
-    """Set up a stage: a class, or the class of that `name` in a package; "ShardedOptimizer" is without its guard."""
+    """Set up an optimizer: a class, or the class `name` of a package. A ShardedOptimizer is a stage without its guard.
+
+    `settings`: other arguments of the class.
+    """
     def build(model, adamw, bucket_mb=None):
-        in_buckets = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
         cls = optimizer_class(optimizer, name) if isinstance(optimizer, str) else optimizer
-        optimizer_of_model = cls(model.parameters(), torch.optim.AdamW, **settings, **in_buckets, **adamw)
+        arguments = {**settings, **adamw}
+        if bucket_mb is not None:
+            arguments["bucket_cap_mb"] = bucket_mb
+        optimizer_of_model = cls(model.parameters(), torch.optim.AdamW, **arguments)
         if prefetch:
             optimizer_of_model.prefetch_params(model)
         return Training(model, model, optimizer_of_model)
@@ -135,8 +141,8 @@ def hybrid(group_size):
     """Set up stage 4 in groups of neighbours, replicated across them. `group_size(d)`: ranks that share a state."""
     def build(model, adamw, bucket_mb=None):
         d = dist.get_world_size()
-        shape = d // group_size(d), group_size(d)
-        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, shape)
+        n_groups = d // group_size(d)
+        mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (n_groups, group_size(d)))
         return stage("variants.hybrid", prefetch=True, mesh=mesh)(model, adamw, bucket_mb)
     return build
 
@@ -175,22 +181,22 @@ overlap = stage(STAGE_4, prefetch=True)
 class Configuration(NamedTuple):
     """A row: a way to train, with what it must agree with, and what it should send and hold.
 
-    Costs are bytes per parameter, with AdamW: those that a rank sends per step, and those that it holds after a step,
-    gradients included, besides the buffers of buckets.
+    Costs are bytes per parameter, with AdamW. In a step a rank sends `sends` times (d-1)/d. After a step it holds
+    `whole` + `shared` / n, where n ranks share the state, and the buffers of buckets. Gradients are included.
     """
     name: str
     kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
     build: Callable  # (model, AdamW's settings, bucket_mb=None) -> Training
-    sends: float  # times (d-1)/d
-    whole: float  # held on every rank
-    shared: float = 0  # divided by the number of ranks that share the state
-    rest_whole: float | None = None  # of two optimizers: what the parameters of the first one cost in place of `whole`
-    rest_shared: float = 0  # and in place of `shared`
-    sharing: Callable = lambda d: d  # how many of d ranks share the state
-    starts_apart: bool = True  # the test gives every rank other weights; the constructor must broadcast those of rank 0
+    sends: float
+    whole: float
+    shared: float = 0
+    rest_whole: float | None = None  # `whole` for the parameters of the first of two optimizers; None: there is one
+    rest_shared: float = 0  # `shared` for these parameters
+    sharing: Callable = lambda d: d  # d -> n
+    starts_apart: bool = True  # each rank begins with other weights, and the constructor must broadcast those of rank 0
     dtype: str = "float32"  # of the parameters
-    reference: Callable = ddp  # builds the training that this one must agree with
-    has_buckets: bool = False  # of a size that may be chosen
+    reference: Callable = ddp  # builds the training that this row must agree with
+    has_buckets: bool = False  # whether a size of buckets may be chosen
     base: str | None = None  # the row that a variant's time is compared with
 
     def wire_bytes(self, numel, d):
@@ -200,10 +206,11 @@ class Configuration(NamedTuple):
         optimizers = getattr(optimizer, "optimizers", [optimizer])
         held = self.whole + self.shared / self.sharing(d)
         if self.rest_whole is not None:
-            rest = self.rest_whole + self.rest_shared / d
+            rest_held = self.rest_whole + self.rest_shared / d
             n_rest = sum(param.numel() for group in optimizers[0].param_groups for param in group["params"])
-            held += (rest - held) * n_rest / numel  # the average over all elements
-        return held + sum(getattr(part, "bucket_buffer_bytes", 0) for part in optimizers) / numel
+            held = (held * (numel - n_rest) + rest_held * n_rest) / numel  # the average over all elements
+        buffer_bytes = sum(getattr(part, "bucket_buffer_bytes", 0) for part in optimizers)
+        return held + buffer_bytes / numel
 
 
 # --------------------------------------------------------------------------- Stage 4 without one half of its overlap
@@ -286,7 +293,7 @@ VARIANTS = [
     Configuration(DDP_BF16_SUM, "peer", ddp_summed_in_bf16, sends=4, whole=16,
                   reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]
-# Measured on two hosts: they show how much time each half of the overlap saves.
+# Rows of two hosts, which show how much time each half of the overlap saves.
 BUILD_HALF = {NO_OVERLAP: stage(LateSender), GRADIENT_OVERLAP: stage(STAGE_4),
               PARAMETER_OVERLAP: stage(LateSender, prefetch=True)}
 HALVES = [Configuration(name, "stage", build, sends=8, whole=4, shared=12, has_buckets=True)
@@ -305,13 +312,15 @@ PLANNED = [
 ]
 
 
-# With the variants, --rows variants measures what these are compared with.
+# --rows variants also measures these rows, with which the variants are compared.
 BASES_OF_VARIANTS = GRAD_BUFFER, OVERLAP, OVERLAP_BF16, DDP_BF16_SUM
 
 
 def is_asked(text, name):
     """Return whether --rows `text`, parts of names with commas between them, asks for the row of that name."""
-    return any(part in name for part in text.split(",")) or (text == "variants" and name in BASES_OF_VARIANTS)
+    if text == "variants" and name in BASES_OF_VARIANTS:
+        return True
+    return any(part in name for part in text.split(","))
 
 
 class Rung(NamedTuple):
@@ -334,12 +343,16 @@ RUNGS = [
 
 
 def find(base, bucket_mb=None):
-    """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: of its default size."""
-    configuration = next((row for row in [*ROWS, *HALVES, *PLANNED, *VARIANTS] if row.name == base), None)
-    if configuration is None or (bucket_mb is not None and not configuration.has_buckets):
-        raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
+    """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: with buckets of the default size.
+
+    Raises LookupError: there is no such row.
+    """
+    by_name = {row.name: row for row in [*ROWS, *HALVES, *PLANNED, *VARIANTS]}
+    configuration = by_name[base]
     if bucket_mb is None:
         return configuration
+    if not configuration.has_buckets:
+        raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
     # The reference is the row with the default size.
     kind = "peer" if configuration.kind == "reference" else configuration.kind
     return configuration._replace(kind=kind, build=functools.partial(configuration.build, bucket_mb=bucket_mb))
