@@ -1,41 +1,34 @@
 """Plans before you rent: what a rank of 1024 holds, how long a step takes, how far estimates are from real runs."""
 
+import argparse
 import functools
 import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from harness.ranks import command_line
 from harness.ranks.command_line import COUNT, number
-from harness.training.options import SPECS
+from harness.training.options import PLANNED_MODELS, LlamaConfig
 
 fail = functools.partial(command_line.fail, "plan")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-SIZE = number(float, 0.001, 10**6)
-
-
-def gigabytes(text):
-    """Parse "80g"."""
-    return SIZE(text.removesuffix("g"))
+DEVICE_BYTES = 80e9  # of an H100 and of an A100
 
 
 def options():
     parser = command_line.Parser("plan", __doc__)
     add = parser.add_argument
-    add("--model", default="7b", choices=SPECS, help="(default 7b)")
+    add("--model", default="7b", choices=PLANNED_MODELS, help="(default 7b)")
     add("--world", type=number(int, 1, 4096), default=1024, help="data-parallel ranks (default 1024)")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
     add("--device", choices=["h100", "a100"], default="h100", help="(default h100)")
-    add("--device-memory", type=gigabytes, default=80.0, metavar="80g", help="of one device (default 80g: 10⁹ bytes)")
     add("--batch-size", type=COUNT, default=1, help="sequences of a micro-batch (default 1)")
     add("--sequence-length", type=COUNT, default=1024, help="tokens of a sequence (default 1024)")
-    add("--accumulate", type=COUNT, default=1, help="micro-batches a step, exchanged once (default 1)")
     add("--tensor-parallel", type=COUNT, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=SIZE, help="of stage 4 and DDP (default: the best of a few sizes)")
+    add("--bucket-cap-mb", type=number(float, 0.001, 10**6), help="of stage 4 and DDP (default: the best of a few sizes)")
     add("--check", action="store_true", help="also compare modelled with published runs")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     return parser.parse_args()
@@ -45,7 +38,7 @@ if __name__ == "__main__":
     options()  # reports a mistake at once: the imports below load torch, which takes seconds
 
 from harness.planning import alone
-from harness.planning.replay import DEVICES, add_published, published, replay
+from harness.planning.replay import DEVICES, Hardware, add_published, published, replay
 from harness.publishing import pictures
 from harness.publishing.pictures import RecordedStep
 from harness.publishing.tables import Marked, Report, column, made_here, name_column, save_and_show, sheet_of
@@ -57,7 +50,7 @@ STAGE_4 = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16}  # 
 BUCKETED = STAGE_4 | {catalogue.REFERENCE, "ddp bf16"}  # rows for which several bucket sizes are tried
 RANKS = (1, 8, 64, 1024)  # numbers of ranks for which all rows are counted
 CAPS_MB = (None, 100, 400, 1600, 6400)  # bucket sizes that are tried; None: the default, which is at most 25
-AS_FAST = 1.02  # a size is as fast as another one if its modelled step takes at most this many times as long
+AS_FAST = 1.02  # a size is as fast as another size if its modelled step takes at most this many times as long
 MICRO_BATCHES = 8  # of the step that accumulates
 EFFICIENCY = 0.4  # assumed part of a device's FLOPs that computing reaches
 SLOWEST_DRAWN = 4  # times the fastest step; a longer step in the picture would leave the others no room
@@ -72,7 +65,7 @@ class PlanRow(NamedTuple):
     padding: float  # bytes in `held` beyond those of the row's formula
     peak: float  # the most bytes on rank 0 at one moment of a step
     fits_from: int  # the least of the counted numbers of ranks from which on the row fits into a device; 0: none
-    ms: dict  # of a micro-batch, by number of ranks
+    ms: dict  # of a step, by number of ranks
     once_ms: float  # of one of MICRO_BATCHES, if gradients are exchanged once per step
     each_ms: float  # of one of MICRO_BATCHES, if each micro-batch exchanges gradients
     step: RecordedStep  # modelled
@@ -86,29 +79,31 @@ class SizeRow(NamedTuple):
     saves_memory: bool
 
 
-class Planner:
-    """Chooses bucket sizes, and makes rows. `recorded`: (RowId, d) -> alone.Recorded, of every dry run."""
+class Plan(NamedTuple):
+    """All that the tables are made of."""
+    args: argparse.Namespace
+    hardware: Hardware
+    numel: int  # of the parameters on a rank
+    activations: float  # bytes, of a micro-batch
+    rows: list  # PlanRows
+    sizes: list  # SizeRows
 
-    def __init__(self, args, recorded=()):
+
+class Planner:
+    """Chooses bucket sizes, and makes rows. `recorded`: {(RowId, d): alone.Recorded}, of the dry runs."""
+
+    def __init__(self, args, recorded):
         self.args = args
-        self.recorded = dict(recorded)
-        self.device_bytes = args.device_memory * 1e9
+        self.recorded = recorded
         flops = DEVICES[args.device].flops * EFFICIENCY
         if args.dtype == "fp32":  # TF32 has half the rate of 16 bits
             flops /= 2
         self.hardware = DEVICES[args.device]._replace(flops=flops, sharing=args.tensor_parallel)
 
-    def ms(self, row_id, d, micro_batches=None, exchange_each=False):
-        """Model the ms of a micro-batch. A step has `micro_batches` of them, or else --accumulate."""
-        n = micro_batches or self.args.accumulate
-        return 1e3 * replay(self.recorded[row_id, d].events, self.hardware, d, n, exchange_each).seconds / n
-
-    def sizes(self, base):
-        """Return a RowId for each bucket size that is tried, in order of size; a row without buckets has one RowId."""
-        if base not in BUCKETED:
-            return [RowId(base)]
-        caps_mb = [self.args.bucket_cap_mb] if self.args.bucket_cap_mb else CAPS_MB
-        return [RowId(base, cap_mb) for cap_mb in caps_mb]
+    def ms(self, row_id, d, micro_batches=1, exchange_each=False):
+        """Model the ms of a micro-batch, in a step of `micro_batches`."""
+        step = replay(self.recorded[row_id, d].events, self.hardware, d, micro_batches, exchange_each)
+        return 1e3 * step.seconds / micro_batches
 
     def saves_memory(self, row_id):
         """Return whether the buffers, stage 4's two for example, take at most half of what all gradients would."""
@@ -120,16 +115,18 @@ class Planner:
 
         If none saves memory, all sizes are candidates; if none of the candidates fits, all of them are.
         """
-        sizes = [row_id for row_id in self.sizes(base) if self.saves_memory(row_id)] or self.sizes(base)
-        fitting = [row_id for row_id in sizes if self.recorded[row_id, self.args.world].peak <= self.device_bytes]
-        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or sizes}  # in order of size
-        return next(row_id for row_id in ms if ms[row_id] <= AS_FAST * min(ms.values()))
+        sizes = sizes_to_try(base, self.args.bucket_cap_mb)
+        candidates = [row_id for row_id in sizes if self.saves_memory(row_id)] or sizes
+        fitting = [row_id for row_id in candidates if self.recorded[row_id, self.args.world].peak <= DEVICE_BYTES]
+        ms = {row_id: self.ms(row_id, self.args.world) for row_id in fitting or candidates}  # in order of size
+        fast_ms = AS_FAST * min(ms.values())
+        return next(row_id for row_id in ms if ms[row_id] <= fast_ms)
 
     def fits_from(self, row_id, ranks):
         """Return the first of the ascending numbers of ranks from which on a row fits into a device; 0 if none is."""
         first = 0
         for d in reversed(ranks):
-            if self.recorded[row_id, d].peak > self.device_bytes:
+            if self.recorded[row_id, d].peak > DEVICE_BYTES:
                 break
             first = d
         return first
@@ -142,82 +139,97 @@ class Planner:
             fits_from=self.fits_from(row_id, ranks), ms={d: self.ms(row_id, d) for d in ranks},
             once_ms=self.ms(row_id, world, MICRO_BATCHES),
             each_ms=self.ms(row_id, world, MICRO_BATCHES, exchange_each=True),
-            step=replay(at_world.events, self.hardware, world, self.args.accumulate))
+            step=replay(at_world.events, self.hardware, world))
 
     def size_row(self, row_id):
-        recorded = self.recorded[row_id, self.args.world]
-        return SizeRow(row_id, self.ms(row_id, self.args.world), recorded.peak, self.saves_memory(row_id))
+        peak = self.recorded[row_id, self.args.world].peak
+        return SizeRow(row_id, self.ms(row_id, self.args.world), peak, self.saves_memory(row_id))
 
 
-def plan(args, workers):
-    """Return the Report on all rows, at several numbers of ranks. `workers` run the rows dry."""
-    planner = Planner(args)
+def sizes_to_try(base, cap_mb):
+    """Return a RowId for each bucket size that is tried, in order of size: `cap_mb` alone if there is a --bucket-cap-mb.
+
+    A row without buckets has one RowId.
+    """
+    if base not in BUCKETED:
+        return [RowId(base)]
+    caps_mb = [cap_mb] if cap_mb else CAPS_MB
+    return [RowId(base, cap_mb) for cap_mb in caps_mb]
+
+
+def make_plan(args, config, workers):
+    """Return the Plan for all rows, at several numbers of ranks. `workers` run the rows dry."""
     bases = ROWS[args.dtype]
     ranks = [*(d for d in RANKS if d < args.world), args.world]
-    cost = workers.submit(alone.cost_of, args.spec, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
+    sizes_of = {base: sizes_to_try(base, args.bucket_cap_mb) for base in bases}
+    cost = workers.submit(alone.cost_of, config, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
 
-    def run_dry(tasks):
-        futures = {(row_id, d): workers.submit(alone.record, row_id, args.spec, d, cost) for row_id, d in tasks}
-        planner.recorded.update((task, future.result()) for task, future in futures.items())
+    def run_dry(row_ids, numbers_of_ranks):
+        """Return {(RowId, d): alone.Recorded}."""
+        futures = {(row_id, d): workers.submit(alone.record, row_id, config, d, cost)
+                   for row_id in row_ids for d in numbers_of_ranks}
+        return {key: future.result() for key, future in futures.items()}
 
     # Only --world ranks try all bucket sizes. The other numbers of ranks take the size that is best there.
-    run_dry((row_id, args.world) for base in bases for row_id in planner.sizes(base))
-    row_ids = [planner.best_size(base) for base in bases]
-    run_dry((row_id, d) for row_id in row_ids for d in ranks[:-1])
-    rows = [planner.row(row_id, ranks) for row_id in row_ids]
-    sizes = [planner.size_row(row_id) for base in bases if base in STAGE_4 for row_id in planner.sizes(base)]
-    numel = planner.recorded[row_ids[-1], args.world].numel
-    assumed = SimpleNamespace(**vars(args), **planner.hardware._asdict(), parameters=numel,
-                              activations=cost.activations)
-    return report_of(assumed, rows, sizes)
+    at_world = run_dry([row_id for row_ids in sizes_of.values() for row_id in row_ids], [args.world])
+    planner = Planner(args, at_world)
+    best_row_ids = [planner.best_size(base) for base in bases]
+    planner = Planner(args, {**at_world, **run_dry(best_row_ids, ranks[:-1])})
+    return Plan(
+        args, planner.hardware, at_world[best_row_ids[-1], args.world].numel, cost.activations,
+        rows=[planner.row(row_id, ranks) for row_id in best_row_ids],
+        sizes=[planner.size_row(row_id) for base in bases if base in STAGE_4 for row_id in sizes_of[base]])
 
 
 # ---------------------------------------------------------------------------------------------- Its tables and pictures
 
 
-def report_of(assumed, rows, sizes):
-    """Make the Report.
-
-    assumed: has as attributes the options, the fields of Hardware, `parameters` and `activations` (bytes).
-    """
-    title = (f"One step on rank 0 of {assumed.world}, modelled: {assumed.model}, "
-             f"{assumed.batch_size} x {assumed.sequence_length}")
-    sheets = {"memory": memory_sheet(assumed, rows), "time": time_sheet(assumed, rows),
-              "ranks": ranks_sheet(assumed, rows), "sizes": sizes_sheet(assumed, sizes)}
-    figures = {"fitting": f"{sum(row.fits_from > 0 for row in rows)}"}
-    for row in rows:
-        figures[f"ms, {row.row_id.base}"] = f"{row.ms[assumed.world]:,.0f}"
-        figures[f"GB, {row.row_id.base}"] = f"{row.peak / 1e9:,.0f}"
-    return Report(made_here(), sheets, figures=figures, drawn=pictures.to_draw(steps_to_draw(rows), title))
+def report_of(plan):
+    """Make the Report of a Plan."""
+    args = plan.args
+    title = (f"One step on rank 0 of {args.world}, modelled: {args.model}, "
+             f"{args.batch_size} x {args.sequence_length}")
+    sheets = {"memory": memory_sheet(plan), "time": time_sheet(plan), "ranks": ranks_sheet(plan),
+              "sizes": sizes_sheet(plan)}
+    figures = {"fitting": f"{sum(row.fits_from > 0 for row in plan.rows)}"}
+    return Report(made_here(), sheets, figures=figures, drawn=pictures.to_draw(steps_to_draw(plan.rows), title))
 
 
 ROW_NAME = name_column(lambda row: row.row_id.name)
 
 
-def memory_sheet(assumed, rows):
+def base_of(row):
+    """Return the key of a row: its name without the size of buckets."""
+    return row.row_id.base
+
+
+def memory_sheet(plan):
     """Make the table of the bytes that a rank holds."""
+    args = plan.args
+    kinds = plan.rows[0].held
     return sheet_of(
-        f"GB on a rank of {assumed.world}: {assumed.model}, {assumed.parameters:,} parameters a rank", rows, {
+        f"GB on a rank of {args.world}: {args.model}, {plan.numel:,} parameters a rank", plan.rows, {
             "name": name_column(lambda row: row.row_id.label.replace("\n  ", "\n")),  # narrower: without the indent
             **{kind: column(HELD_TITLES[kind], lambda row, kind=kind: row.held[kind], "counted", ".2f", unit=1e9)
-               for kind in rows[0].held},
+               for kind in kinds},
             "padding": column("padding", "padding", "counted", ".2f", unit=1e9),
-            "activations": column("activ.", lambda row: assumed.activations, "counted", ".2f", unit=1e9),
+            "activations": column("activ.", lambda row: plan.activations, "counted", ".2f", unit=1e9),
             "peak": column("peak", "peak", "counted", ".2f", unit=1e9),
             "fits_from": column("fits\nfrom d", lambda row: row.fits_from or None, "counted")},
         ["After a step, on rank 0. main: fp32 copies of 16-bit parameters. padding: what is more than the formula. "
-         f"activ.: of a micro-batch of {assumed.batch_size} x {assumed.sequence_length}. peak: the most at one moment "
-         f"of a step. fits from d: from this number of ranks on the peak is at most {assumed.device_memory:g} GB; "
+         f"activ.: of a micro-batch of {args.batch_size} x {args.sequence_length}. peak: the most at one moment "
+         f"of a step. fits from d: from this number of ranks on the peak is at most {DEVICE_BYTES / 1e9:g} GB; "
          "torch's allocator takes more, and stage 4 holds whole gradients, too, if it accumulates in no_sync()."],
-        row_key=lambda row: row.row_id.base)
+        row_key=base_of)
 
 
-def time_sheet(assumed, rows):
+def time_sheet(plan):
     """Make the table of a step at --world."""
-    c = assumed  # a short name for the note below
-    tokens = c.batch_size * c.sequence_length * c.accumulate / c.tensor_parallel
+    args = plan.args
+    hardware = plan.hardware
+    tokens = args.batch_size * args.sequence_length / args.tensor_parallel
     return sheet_of(
-        f"A step of {c.model} on {c.world * c.tensor_parallel} x {c.device}", rows, {
+        f"A step of {args.model} on {args.world * args.tensor_parallel} x {args.device}", plan.rows, {
             "name": ROW_NAME,
             "ms": column("ms\na step", lambda row: 1e3 * row.step.seconds, "modelled", ",.0f"),
             "exposed": column("exposed\nms", lambda row: 1e3 * row.step.exposed_seconds, "modelled", ",.0f"),
@@ -226,31 +238,31 @@ def time_sheet(assumed, rows):
             "once": column(f"1 of {MICRO_BATCHES}:\nonce", "once_ms", "modelled", ",.0f"),
             "each": column("\neach", "each_ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
-        [f"Assumed: {c.flops / 1e12:.0f} TFLOP/s, {EFFICIENCY:.0%} of what the maker states, "
-         f"{c.memory_rate / 1e12:.2f} TB/s of memory, rings of {c.in_node / 1e9:.0f} GB/s in a node and "
-         f"{c.between / 1e9:.0f} GB/s between nodes of {c.per_node}, {c.latency_in_node * 1e6:.0f} and "
-         f"{c.latency_between * 1e6:.0f} µs a hop. Nobody is late, Python takes no time, tensor parallelism sends "
-         f"nothing. {c.accumulate} micro-batch(es) a step. 1 of 8: ms of one of eight micro-batches, with one exchange "
-         "a step, as in no_sync(), or with one each."], row_key=lambda row: row.row_id.base)
+        [f"Assumed: {hardware.flops / 1e12:.0f} TFLOP/s, {EFFICIENCY:.0%} of what the maker states, "
+         f"{hardware.memory_rate / 1e12:.2f} TB/s of memory, rings of {hardware.in_node / 1e9:.0f} GB/s in a node and "
+         f"{hardware.between / 1e9:.0f} GB/s between nodes of {hardware.per_node}, "
+         f"{hardware.latency_in_node * 1e6:.0f} and {hardware.latency_between * 1e6:.0f} µs a hop. Nobody is late, "
+         "Python takes no time, tensor parallelism sends nothing. One micro-batch a step. 1 of 8: ms of one of eight "
+         "micro-batches, with one exchange a step, as in no_sync(), or with one each."], row_key=base_of)
 
 
-def ranks_sheet(assumed, rows):
+def ranks_sheet(plan):
     """Make the table of time by number of ranks."""
+    several_ranks = [d for d in plan.rows[0].ms if d > 1]
     return sheet_of(
-        "ms a micro-batch, by number of ranks", rows, {
+        "ms a micro-batch, by number of ranks", plan.rows, {
             "name": ROW_NAME,
-            **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f")
-               for d in rows[0].ms if d > 1}},
-        [f"Buckets are those that are best on {assumed.world}."], row_key=lambda row: row.row_id.base)
+            **{f"{d}": column(f"d = {d}", lambda row, d=d: row.ms[d], "modelled", ",.0f") for d in several_ranks}},
+        [f"Buckets are those that are best on {plan.args.world}."], row_key=base_of)
 
 
-def sizes_sheet(assumed, rows):
+def sizes_sheet(plan):
     """Make the table of the bucket sizes that were tried."""
     def size(row):
         return row.row_id.size if row.saves_memory else Marked(row.row_id.size, " *")
     return sheet_of(
-        f"Sizes of buckets: {assumed.model} on {assumed.world} ranks", rows, {
-            "name": name_column(lambda row: row.row_id.base),
+        f"Sizes of buckets: {plan.args.model} on {plan.args.world} ranks", plan.sizes, {
+            "name": name_column(base_of),
             "size": column("bucket", size),
             "ms": column("ms\n", "ms", "modelled", ",.0f"),
             "peak": column("GB at\nthe peak", "peak", "counted", ".1f", unit=1e9)},
@@ -264,27 +276,37 @@ def steps_to_draw(rows):
     return [(row.row_id.name, row.step) for row in rows if row.step.seconds <= longest]
 
 
+# --------------------------------------------------------------------------------------------------------- The program
+
+
 def parse():
+    """Return the options, and the config of the model."""
     args = options()
-    spec = SPECS[args.model]
-    is_gpt = not spec.n_kv_heads
-    if args.tensor_parallel > 1 and (is_gpt or any(n % args.tensor_parallel for n in (spec.n_heads, spec.n_kv_heads))):
-        fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
-    if is_gpt and args.sequence_length > spec.positions:
-        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {spec.positions}")
+    config = PLANNED_MODELS[args.model]
+    if args.tensor_parallel > 1:
+        if not can_share_layers(config, args.tensor_parallel):
+            fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
+        config = config._replace(tensor_parallel=args.tensor_parallel)
+    longest = getattr(config, "block_size", None)  # a LLaMA takes sequences of any length
+    if longest is not None and args.sequence_length > longest:
+        fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {longest}")
     if args.json:
         command_line.check_writable("--json", args.json, fail)
-    args.spec = spec._replace(tensor_parallel=args.tensor_parallel)
-    return args
+    return args, config
+
+
+def can_share_layers(config, n_ranks):
+    """Return whether each of `n_ranks` can have as many heads as the others."""
+    return isinstance(config, LlamaConfig) and config.n_heads % n_ranks == 0 and config.n_kv_heads % n_ranks == 0
 
 
 def main():
-    args = parse()
+    args, config = parse()
     # Without garbage collection, which would take a fifth of the time of a dry run.
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
-        report = plan(args, workers)
+        report = report_of(make_plan(args, config, workers))
         if args.check:
-            add_published(report, workers.submit(published).result())
+            report = add_published(report, workers.submit(published).result())
     save_and_show(args.json, report, fail)
 
 

@@ -211,7 +211,8 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
         try:
             if me is None:
                 me = _meet(place, rank, world_size, timeout_s, enter)
-            sys.path[:], call = pickle.loads(job)
+            path, call = pickle.loads(job)
+            sys.path[:] = path
             function, args, kwargs = pickle.loads(call)
             answer = pickle.dumps(("result", function(me, *args, **kwargs)))
         except BaseException as error:  # SystemExit too: the parent reports it in one line
