@@ -28,7 +28,8 @@ def options():
     add("--batch-size", type=COUNT, default=1, help="sequences of a micro-batch (default 1)")
     add("--sequence-length", type=COUNT, default=1024, help="tokens of a sequence (default 1024)")
     add("--tensor-parallel", type=COUNT, default=1, help="devices that share each layer of a LLaMA (default 1)")
-    add("--bucket-cap-mb", type=number(float, 0.001, 10**6), help="of stage 4 and DDP (default: the best of a few sizes)")
+    add("--bucket-cap-mb", type=number(float, 0.001, 10**6),
+        help="of stage 4 and DDP (default: the best of a few sizes)")
     add("--check", action="store_true", help="also compare modelled with published runs")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     return parser.parse_args()

@@ -4,12 +4,11 @@
     python -m harness.publishing.pages --measure    # or: make figures
 
 Pages show finished tables. --measure first runs every program that measures, at one commit and on one machine: an hour,
-with root and iproute2 for two hosts. A program whose file is of this commit already is left out, so what was
-interrupted goes on where it stopped. Keep the machine quiet: most programs measure time.
+with root and iproute2 for two hosts. A program whose file is of this commit already is left out, so a measurement that
+was interrupted goes on where it stopped. Keep the machine quiet: most programs measure time.
 """
 
 import dataclasses
-import functools
 import re
 import shlex
 import subprocess
@@ -24,7 +23,7 @@ from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
 
 RATES = "300mbit", "600mbit", "1gbit", "2.5gbit"  # of links with a file each, the slowest first
-WHOLE_RATES = "300mbit", "1gbit"  # with all rows; the others have those of the curve
+WHOLE_RATES = "300mbit", "1gbit"  # of links with all rows; the other links have the rows of the curve
 TWO_HOSTS = "-m harness.measuring.two_hosts --rounds 2"
 
 
@@ -39,7 +38,7 @@ class Step(NamedTuple):
         """Return whether the file holds figures of commit `head`."""
         try:
             return load(self.file).made.commit == head
-        except SystemExit:  # there is no file, or one of other fields
+        except SystemExit:  # there is no such file, or a file of other fields
             return False
 
 
@@ -66,7 +65,11 @@ STEPS = [
     Step("plan of 7b, and its check", 1, "plan.json", "-m harness.planning.plan --check"),
     Step("plan of 70b", 1, "plan_70b.json", "-m harness.planning.plan --model 70b --tensor-parallel 8"),
 ]
-GPU_FILE = "cuda.json"
+GPU_FILE = "cuda.json"  # of a machine with a GPU
+BENCH = "bench.json"
+SLOWEST_LINK = f"network_{RATES[0]}.json"
+PLAN = "plan.json"
+PLAN_70B = "plan_70b.json"
 
 
 def measure(head):
@@ -103,12 +106,12 @@ def block(name, *keys):
     return code(*(tables.sheet_text(dataclasses.replace(sheets[key], notes=[])) for key in keys))
 
 
-def blocks(names, *keys):
-    """Return tables of several files, of each file those of these that it has."""
-    return "\n\n".join(block(name, *(key for key in keys if key in load(name).sheets)) for name in names)
+def block_of_links(key):
+    """Return the table `key` of each link with all rows."""
+    return "\n\n".join(block(name, key) for name in files_of_links(WHOLE_RATES))
 
 
-def networks(rates):
+def files_of_links(rates):
     return [f"network_{rate}.json" for rate in rates]
 
 
@@ -121,12 +124,13 @@ def origin(names):
 
 def settings():
     """Return how the bench, and two hosts with the slowest link, were trained."""
-    return code(*(textwrap.fill(load(name).conditions, tables.BLOCK_WIDTH)
-                  for name in ("bench.json", f"network_{RATES[0]}.json")))
+    conditions = [load(name).conditions for name in (BENCH, SLOWEST_LINK)]
+    return code(*(textwrap.fill(text, tables.BLOCK_WIDTH) for text in conditions))
 
 
 def curve():
-    sheets = [load(name).sheets["curve"] for name in networks(RATES)]
+    """Return the curve's table, a column for each link."""
+    sheets = [load(name).sheets["curve"] for name in files_of_links(RATES)]
     return code(tables.sheet_text(beside(sheets[0].title, *sheets)))
 
 
@@ -135,22 +139,23 @@ CORES = {"1 naive broadcast": STAGE_1, "2 all-gather": STAGE_2, "3 grad buffer":
 
 def ladder():
     """Return README's table: what is counted, what two hosts with the slowest link measured, and lines of the cores."""
-    counted = load("bench.json").sheets["ladder"]
-    measured = load(f"network_{RATES[0]}.json").sheets["ladder"]
+    def lines_of(title):
+        return core_lines(tables.ROOT / CORES[title]) if title in CORES else None
+
+    counted = load(BENCH).sheets["ladder"]
+    measured = load(SLOWEST_LINK).sheets["ladder"]
     lines = tables.sheet_of("", counted.row_keys, {
-        "stage": name_column(str),
-        "lines": column("code lines of the core", lambda title: core_lines(tables.ROOT / CORES[title])
-                        if title in CORES else None)})
+        "stage": name_column(str), "lines": column("code lines of the core", lines_of)})
     joined = beside("", counted, measured, lines)
-    joined.notes = [" ".join(joined.notes)]
-    return tables.markdown(joined)
+    return tables.markdown(dataclasses.replace(joined, notes=[" ".join(joined.notes)]))
 
 
 def losses():
+    """Return the table of losses, with the line that says where they were measured."""
     report = load("losses.json")
     sheet = report.sheets["losses"]
-    line = tables.made_line(report.made, report.conditions)
-    return tables.markdown(dataclasses.replace(sheet, notes=[*sheet.notes, line]))
+    made_line = tables.made_line(report.made, report.conditions)
+    return tables.markdown(dataclasses.replace(sheet, notes=[*sheet.notes, made_line]))
 
 
 BLOCKS = {
@@ -159,28 +164,27 @@ BLOCKS = {
     "made_gpu": lambda: origin([GPU_FILE]),
     "settings": settings,
     "curve": curve,
-    "two_hosts": lambda: blocks(networks(WHOLE_RATES), "link"),
-    "accumulation": lambda: block("network_300mbit.json", "accumulation", "shares"),
-    "buckets": lambda: blocks(networks(WHOLE_RATES), "buckets"),
-    "state": lambda: block("bench.json", "model_state"),
-    "gathered": lambda: block("bench.json", "gathered"),
-    "bench": lambda: block("bench.json", "rows"),
-    "phases": lambda: block("bench.json", "phases"),
+    "two_hosts": lambda: block_of_links("link"),
+    "accumulation": lambda: block(SLOWEST_LINK, "accumulation", "shares"),
+    "buckets": lambda: block_of_links("buckets"),
+    "state": lambda: block(BENCH, "model_state"),
+    "gathered": lambda: block(BENCH, "gathered"),
+    "bench": lambda: block(BENCH, "rows"),
+    "phases": lambda: block(BENCH, "phases"),
     "bench_16bit": lambda: block("bench_bfloat16.json", "rows"),
-    "host": lambda: block("bench.json", "host"),
+    "host": lambda: block(BENCH, "host"),
     "small": lambda: block("small.json", "small"),
     "faults": lambda: block("faults.json", "faults"),
     "cuda": lambda: block(GPU_FILE, "overlap", "host"),
-    "plan": lambda: "\n\n".join([block("plan.json", "memory", "time", "ranks", "sizes"),
-                                 block("plan_70b.json", "time")]),
-    "plan_check": lambda: block("plan.json", "published"),
+    "plan": lambda: f"{block(PLAN, 'memory', 'time', 'ranks', 'sizes')}\n\n{block(PLAN_70B, 'time')}",
+    "plan_check": lambda: block(PLAN, "published"),
     "losses": losses,
 }
 
 
-def of_networks(key):
-    """Return what the pictures draw of the links whose files have it, the slowest first."""
-    drawn = [load(name).drawn for name in networks(RATES)]
+def drawn_of_links(key):
+    """Return the raw numbers of the links whose files have `key` among them, the slowest link first."""
+    drawn = [load(name).drawn for name in files_of_links(RATES)]
     return [of_link for of_link in drawn if key in of_link]
 
 
@@ -190,28 +194,24 @@ def steps_of(drawn):
 
 def network():
     """Draw the recorded steps of the slowest link, each with the median of its row in the table."""
-    report = load(f"network_{RATES[0]}.json")
-    ms = {key.replace(",\n  ", ", "): tables.median(rounds)
-          for key, rounds in report.sheets["link"].numbers("ms").items()}
+    report = load(SLOWEST_LINK)
+    rounds_ms = report.sheets["link"].numbers("ms")
+    median_ms = {key.replace(",\n  ", ", "): tables.median(rounds) for key, rounds in rounds_ms.items()}
     steps, title = pictures.read_steps(report.drawn)
-    return pictures.svg([(f"{name} (median {ms[name]:.0f} ms)", step) for name, step in steps], title)
+    return pictures.svg([(f"{name} (median {median_ms[name]:.0f} ms)", step) for name, step in steps], title)
 
 
 # By the name of a file in results/. Pictures draw raw numbers, which Reports have under `drawn`.
 PICTURES = {
     "network.svg": network,
-    "curve.svg": lambda: pictures.curve(of_networks("curve")),
-    "buckets.svg": lambda: pictures.sweeps(of_networks("sweep")),
+    "curve.svg": lambda: pictures.curve(drawn_of_links("curve")),
+    "buckets.svg": lambda: pictures.sweeps(drawn_of_links("sweep")),
     "gpu_overlap.svg": lambda: steps_of(load(GPU_FILE).drawn),
-    "plan.svg": lambda: steps_of(load("plan.json").drawn),
+    "plan.svg": lambda: steps_of(load(PLAN).drawn),
     "same_bits.svg": lambda: pictures.differences(load("losses.json").drawn["differences"]),
 }
 PICTURES |= {name.replace(".svg", "_dark.svg"): lambda draw=draw: pictures.in_dark(draw())
              for name, draw in PICTURES.items()}
-# Name of a figure of plan.json in a sentence -> its name in the file; the others have one name.
-OF_PLAN = {"ddp_7b": "GB, ddp bf16", "peak_7b": "GB, stage 4 bf16"}
-OF_PLAN_70B = {"ddp_70b": "ms, ddp bf16", "stage4_70b": "ms, stage 4 bf16"}
-BENCH, PLAN, PLAN_70B = "bench.json", "plan.json", "plan_70b.json"
 # Name of a figure in a sentence of docs/ -> file, table, row, column, and the form of the number.
 CELLS = {
     "held_plain": (BENCH, "phases", "compute only", "step", ".1f"),
@@ -227,6 +227,10 @@ CELLS = {
     "grads_stage3": (PLAN, "memory", "stage 3 bf16/fp32", "gradients", ".2f"),
     "grads_stage4": (PLAN, "memory", "stage 4 bf16", "gradients", ".2f"),
     "activations_7b": (PLAN, "memory", "stage 3 bf16/fp32", "activations", ".1f"),
+    "ddp_7b": (PLAN, "memory", "ddp bf16", "peak", ",.0f"),
+    "peak_7b": (PLAN, "memory", "stage 4 bf16", "peak", ",.0f"),
+    "ddp_70b": (PLAN_70B, "time", "ddp bf16", "ms", ",.0f"),
+    "stage4_70b": (PLAN_70B, "time", "stage 4 bf16", "ms", ",.0f"),
     "ms_stage3": (PLAN, "time", "stage 3 bf16/bf16", "ms", ",.0f"),
     "exposed_stage3": (PLAN, "time", "stage 3 bf16/bf16", "exposed", ",.0f"),
     "ms_stage4": (PLAN, "time", "stage 4 bf16", "ms", ",.0f"),
@@ -246,10 +250,7 @@ CELLS = {
 
 def figures():
     """Return {name: text} of figures inside sentences, which stand between <!--name--> and <!--end-->."""
-    plan = load("plan.json").figures
-    larger = load("plan_70b.json").figures
-    texts = {**plan, **{name: plan[key] for name, key in OF_PLAN.items()},
-             **{name: larger[key] for name, key in OF_PLAN_70B.items()}}
+    texts = dict(load(PLAN).figures)
     for name, (file, sheet, row, key, form) in CELLS.items():
         texts[name] = format(load(file).sheets[sheet].numbers(key)[row], form)
     for rate in RATES:
@@ -262,14 +263,21 @@ def figures():
 
 def rewritten(text, made_by_name=BLOCKS):
     """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
-    text = re.sub(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)",
-                  lambda mark: f"{mark[1]}\n{made_by_name[mark[2]]()}\n\n{mark[3]}", text, flags=re.DOTALL)
-    in_prose = r"<!--(\w+)-->.*?<!--end-->"
-    texts = figures() if re.search(in_prose, text) else {}
-    return re.sub(in_prose, lambda mark: f"<!--{mark[1]}-->{texts[mark[1]]}<!--end-->", text)
+    def block_anew(mark):
+        name = mark[1]
+        return f"<!-- report: {name} -->\n\n{made_by_name[name]()}\n\n<!-- end -->"
+
+    def figure_anew(mark):
+        name = mark[1]
+        return f"<!--{name}-->{texts[name]}<!--end-->"
+
+    text = re.sub(r"<!-- report: (\w+) -->\n.*?<!-- end -->", block_anew, text, flags=re.DOTALL)
+    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
+    texts = figures() if re.search(figure_in_prose, text) else {}
+    return re.sub(figure_in_prose, figure_anew, text)
 
 
-def files():
+def marked_pages():
     """Return the pages that have blocks; variants/README.md has blocks of its own: python -m variants --page."""
     docs = [tables.ROOT / "docs" / f"{name}.md" for name in ("plan", "questions", "migrate")]
     return [tables.ROOT / "README.md", *docs, *sorted((tables.ROOT / "results").glob("*.md"))]
@@ -277,19 +285,20 @@ def files():
 
 def rewrite():
     """Write pages and pictures, and say of each whether it has changed. Nothing is written before all of it is made."""
-    texts = []
-    for path in [*files(), *(tables.ROOT / "results" / name for name in PICTURES)]:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
-        try:
-            after = PICTURES[path.name]() if path.name in PICTURES else rewritten(before)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SystemExit(f"report: {path.name}: no such block, or a file of results/ is a part of what was to be "
-                             f"measured: make figures: {error!r}") from None
-        texts.append((path, before, after))
-    for path, before, after in texts:
-        if after != before:
-            command_line.write("page", path, after, functools.partial(command_line.fail, "report"))
-        print(f"{path.relative_to(tables.ROOT)}: {'unchanged' if after == before else 'rewritten'}")
+    texts = {}  # path -> its new text
+    try:
+        for path in marked_pages():
+            texts[path] = rewritten(path.read_text(encoding="utf-8"))
+        for name, draw in PICTURES.items():
+            texts[tables.ROOT / "results" / name] = draw()
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise SystemExit(f"report: a page has a block of no such name, or a file of results/ is a part of what was to "
+                         f"be measured: make figures: {error!r}") from None
+    for path, text in texts.items():
+        is_changed = not path.exists() or path.read_text(encoding="utf-8") != text
+        if is_changed:
+            path.write_text(text, encoding="utf-8")
+        print(f"{path.relative_to(tables.ROOT)}: {'rewritten' if is_changed else 'unchanged'}")
 
 
 def main():
@@ -305,8 +314,8 @@ def main():
         measure(head)
     rewrite()
     if args.measure:
-        for module in ("show --pages", "variants --page"):
-            run(["-m", *module.split()])
+        run(["-m", "show", "--pages"])
+        run(["-m", "variants", "--page"])
 
 
 if __name__ == "__main__":

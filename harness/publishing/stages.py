@@ -4,8 +4,8 @@
     python -m harness.publishing.stages diff 2 3                                          # or: make diff
 
 The package has core and guard, and if asked for checkpoint/ too. train.py stays here, imports become relative, and
-what `taken/` has makes the package stand on its own. The difference goes method by method; a method that is
-unchanged or gone is named in a line.
+files of `taken/` make the package stand on its own. The difference goes method by method; a method that is unchanged
+or gone is named in a line.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from harness import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = Path(__file__).parent / "taken"  # of a package called my_optimizer
-STAYS = {"train.py", "show.py", "__init__.py"}
+STAYS = {"train.py", "__init__.py"}  # files of a stage that aren't taken
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 OPENING = '''"""Stage {number} of "The distributed optimizer, in four stages", {version}. Licence: MIT, see LICENSE."""
 
@@ -39,12 +39,14 @@ CORE = ("optimizer.py", "buffer.py", "transport.py")
 def code_lines(path):
     """Return {line number: text} of the lines of a Python file that are code: no blanks, comments or docstrings."""
     source = path.read_text(encoding="utf-8")
-    numbers = {number for token in tokenize.generate_tokens(io.StringIO(source).readline)
-               if token.string.strip() and token.type != tokenize.COMMENT
-               for number in range(token.start[0], token.end[0] + 1)}
+    numbers = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            numbers -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+            docstring = node.body[0]
+            numbers.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
     lines = source.splitlines()
     return {number: lines[number - 1].split("  #")[0] for number in sorted(numbers)}
 
@@ -55,21 +57,27 @@ def core_lines(folder):
 
 
 def files_of(stage, with_checkpoint):
-    """Return {path in the package: text}."""
+    """Return {path in the package: text} of its code and licence."""
     folders = ["guard", "checkpoint"] if with_checkpoint else ["guard"]
-    paths = {path.name: path for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
+    files = {path.name: with_relative_imports(path, "from .guard")
+             for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
     for folder in folders:
-        paths |= {f"{folder}/{path.name}": path for path in (ROOT / folder).glob("*.py")}
-    files = {name: re.sub(r"^from guard\b", f"from .{'.' * name.count('/')}guard", path.read_text(), flags=re.MULTILINE)
-             for name, path in paths.items()}
-    opening = OPENING.format(number=stage[len("stage")], version=VERSION)
-    return {**files, "__init__.py": opening, "LICENSE": (ROOT / "LICENSE").read_text()}
+        files |= {f"{folder}/{path.name}": with_relative_imports(path, "from ..guard")
+                  for path in (ROOT / folder).glob("*.py")}
+    files["__init__.py"] = OPENING.format(number=stage[len("stage")], version=VERSION)
+    files["LICENSE"] = (ROOT / "LICENSE").read_text()
+    return files
+
+
+def with_relative_imports(path, from_guard):
+    return re.sub(r"^from guard\b", from_guard, path.read_text(), flags=re.MULTILINE)
 
 
 def package_files(number, name, code):
-    """Return {path in the package: text} of what a package has beside its code, {path: text}: see `taken/`."""
-    packages = {f"{name}/{path}".rpartition("/")[0].replace("/", ".") for path in code}
-    words = {"my_optimizer": name, "NUMBER": number, "VERSION": VERSION, '"PACKAGES"': str(sorted(packages))[1:-1]}
+    """Return {path in the package: text} of the files beside the code: see `taken/`. code: {path: text}."""
+    folders = {f"{name}/{path}".rpartition("/")[0] for path in code}
+    packages = ", ".join(f'"{folder.replace("/", ".")}"' for folder in sorted(folders))
+    words = {"my_optimizer": name, "NUMBER": number, "VERSION": VERSION, '"PACKAGES"': packages}
     has_prefetch = any("def prefetch_params" in text for text in code.values())
     files = {"py.typed": ""}
     for path in TEMPLATES.iterdir():
@@ -108,52 +116,69 @@ COLOURS = {"+": "\033[32m", "-": "\033[31m"}
 
 
 def functions(tree):
-    """-> {name: node} of each function of a module, and of each method as "Class.method"."""
-    methods = {f"{node.name}.{child.name}": child for node in tree.body if isinstance(node, ast.ClassDef)
-               for child in node.body if isinstance(child, ast.FunctionDef)}
-    return {**{node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}, **methods}
+    """Return {name: node} of each function of a module, and of each method as "Class.method"."""
+    nodes = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            nodes[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            nodes |= {f"{node.name}.{child.name}": child for child in node.body if isinstance(child, ast.FunctionDef)}
+    return nodes
 
 
 def parts_of(path):
-    """-> name: lines, of each function, of each method ("Class.method", of the optimizer "method"), and of what stands
-    around them in the module and in a class. Empty without the file."""
+    """Return {name: lines} of the parts of a file, or {} if there is no such file.
+
+    Parts are functions, methods ("Class.method", or of the optimizer "method"), the rest of each class, and the rest of
+    the module.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     tree = ast.parse("\n".join(lines))
-    nodes = [(f"class {node.name}", node) for node in tree.body if isinstance(node, ast.ClassDef)]
-    nodes += [(name.removeprefix("ShardedOptimizer."), node) for name, node in functions(tree).items()]
-    names = ["imports and constants"] * len(lines)  # of the innermost part that a line belongs to
-    for name, node in nodes:
+    nodes = {f"class {node.name}": node for node in tree.body if isinstance(node, ast.ClassDef)}
+    nodes |= {name.removeprefix("ShardedOptimizer."): node for name, node in functions(tree).items()}
+    part_of_line = ["imports and constants"] * len(lines)
+    for name, node in nodes.items():  # methods come after their class, and take their lines from it
         start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        names[start - 1 : node.end_lineno] = [name] * (node.end_lineno + 1 - start)
-    of_functions = {name for name, node in nodes if isinstance(node, ast.FunctionDef)}
-    return {name: [line for part, line in zip(names, lines) if part == name and (line.strip() or name in of_functions)]
-            for name in dict.fromkeys(names)}
+        for number in range(start, node.end_lineno + 1):
+            part_of_line[number - 1] = name
+    parts = {}
+    for name, line in zip(part_of_line, lines):
+        is_between_functions = not isinstance(nodes.get(name), ast.FunctionDef)
+        if line.strip() or not is_between_functions:  # blank lines between functions are no difference
+            parts.setdefault(name, []).append(line)
+    return parts
 
 
 def difference(old, new):
-    """Of two dicts of parts_of -> lines to print."""
+    """Return lines to print, of what `parts_of` has returned for two files."""
     unchanged = [name for name in new if old.get(name) == new[name]]
-    gone = [name for name in old if name not in new]
-    gone = [name for name in gone if f"class {name.partition('.')[0]}" not in gone]  # a class is said once
-    listed = [f"{word}: {', '.join(names)}" for word, names in (("unchanged", unchanged), ("gone", gone)) if names]
+    missing = [name for name in old if name not in new]
+    # Of a class that is gone its methods aren't listed.
+    gone = [name for name in missing if f"class {name.partition('.')[0]}" not in missing]
+    lines = []
+    if unchanged:
+        lines.append(f"unchanged: {', '.join(unchanged)}")
+    if gone:
+        lines.append(f"gone: {', '.join(gone)}")
     for name in new:
         if name not in old:
-            listed += ["", f"new: {name}", *(f"+{line}" for line in new[name])]
+            lines += ["", f"new: {name}", *(f"+{line}" for line in new[name])]
         elif name not in unchanged:
             changes = list(difflib.unified_diff(old[name], new[name], n=2, lineterm=""))[2:]
-            listed += ["", f"changed: {name}", *(" …" if line.startswith("@@") else line for line in changes)]
-    return listed
+            lines += ["", f"changed: {name}", *(" …" if line.startswith("@@") else line for line in changes)]
+    return lines
 
 
-def show_difference(a, b):
+def show_difference(before, after):
+    """Print the difference between the cores of two stages, whose numbers are given."""
     is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    of_stages = [ROOT / STAGES[int(number) - 1] for number in (a, b)]
     for file in CORE:
-        old, new = (parts_of(stage / file) for stage in of_stages)
+        old = parts_of(ROOT / STAGES[int(before) - 1] / file)
+        new = parts_of(ROOT / STAGES[int(after) - 1] / file)
         if old or new:
-            print(f"\n{'=' * 20} {file}: stage {a} -> stage {b}")
+            print(f"\n{'=' * 20} {file}: stage {before} -> stage {after}")
         for line in difference(old, new):
-            colour = COLOURS.get(line[:1], "") if is_coloured else ""
+            colour = COLOURS.get(line[:1]) if is_coloured else None
             print(f"{colour}{line}\033[0m" if colour else line)
 
 

@@ -28,6 +28,7 @@ from harness.ranks import command_line
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "–"
 TEXT = "text"  # the form of a column of words, which are aligned left
+SMALL = "small"  # the form of small numbers: see `small`
 BLOCK_WIDTH = 100  # characters in a line of a block of code on a page
 TERMINAL_WIDTH = 110  # characters in a line of the widest table
 MARKDOWN_WIDTH = 118  # characters in a line of a page's source
@@ -49,7 +50,7 @@ class Column:
     """A column of a Sheet.
 
     `source` says where the numbers come from: measured, counted, formula, modelled, published, or "".
-    `form` is how a number is written: a format such as ".2f", a name in FORMS, or TEXT.
+    `form` is how a number is written: a format such as ".2f", SMALL, or TEXT.
     `shows`, for a cell with a number for each round: "median", "range", or "both".
     """
     key: str
@@ -83,7 +84,15 @@ class ColumnToFill(NamedTuple):
     """A Column without a key, and where its cells come from."""
     column: Column
     get: Callable | str  # a function of a row, or the name of a row's attribute
-    unit: float  # numbers are divided by it
+    unit: float  # by which numbers are divided
+
+    def cell(self, row):
+        value = getattr(row, self.get) if isinstance(self.get, str) else self.get(row)
+        if self.unit == 1 or value is None:
+            return value
+        if isinstance(value, list):
+            return [number / self.unit for number in value]
+        return value / self.unit
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
@@ -104,35 +113,30 @@ def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
         marks: {mark: explanation}, which becomes a footnote if a cell has that mark.
         row_key: a function of a row; by default a row's key is its first cell.
     """
-    def cell(row, to_fill):
-        value = getattr(row, to_fill.get) if isinstance(to_fill.get, str) else to_fill.get(row)
-        if to_fill.unit == 1 or value is None:
-            return value
-        if isinstance(value, list):
-            return [number / to_fill.unit for number in value]
-        return value / to_fill.unit
-
-    cells = [[cell(row, to_fill) for to_fill in columns.values()] for row in rows]
+    cells = [[to_fill.cell(row) for to_fill in columns.values()] for row in rows]
     with_keys = [dataclasses.replace(to_fill.column, key=key) for key, to_fill in columns.items()]
-    row_keys = [row_key(row) if row_key else str(first) for row, (first, *_) in zip(rows, cells)]
-    used_marks = {value.mark for row in cells for value in row if isinstance(value, Marked)}
+    row_keys = [row_key(row) for row in rows] if row_key else [str(row_cells[0]) for row_cells in cells]
+    used_marks = {cell.mark for row_cells in cells for cell in row_cells if isinstance(cell, Marked)}
     footnotes = [f"{mark.strip()} {explanation}" for mark, explanation in (marks or {}).items() if mark in used_marks]
     return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), footnotes)
 
 
 def beside(title, *sheets):
-    """Return one table with the columns of several, whose rows are the same; the names stand in the first alone."""
+    """Return one table with the columns of several. All have the same rows; the names of rows come from the first."""
     first, *others = sheets
     columns = [*first.columns]
     rows = [[*row] for row in first.rows]
+    notes = [*first.notes]
+    footnotes = [*first.footnotes]
     for other in others:
         columns += other.columns[1:]
-        by_key = dict(zip(other.row_keys, other.rows))
-        nothing = [None] * len(other.columns)
+        row_of = dict(zip(other.row_keys, other.rows))
+        empty_row = [None] * len(other.columns)
         for row_key, row in zip(first.row_keys, rows):
-            row += by_key.get(row_key, nothing)[1:]
-    return Sheet(title, columns, first.row_keys, rows, sum((sheet.notes for sheet in sheets), []),
-                 sum((sheet.footnotes for sheet in sheets), []))
+            row += row_of.get(row_key, empty_row)[1:]
+        notes += other.notes
+        footnotes += other.footnotes
+    return Sheet(title, columns, first.row_keys, rows, notes, footnotes)
 
 
 # ------------------------------------------------------------------------------------------------------- What cells say
@@ -153,9 +157,6 @@ def small(value):
     return "0" if value == 0 else f"{value:.1e}"
 
 
-FORMS = {"small": small}
-
-
 def cell_text(cell, form, shows="median"):
     """Write a cell: None and [] as a dash, words as they are, a number in its `form`, a list as `shows` says."""
     if cell is None or cell == []:
@@ -168,7 +169,7 @@ def cell_text(cell, form, shows="median"):
         middle = cell_text(median(cell), form)
         ends = f"{cell_text(min(cell), form)}–{cell_text(max(cell), form)}"
         return {"median": middle, "range": ends, "both": f"{middle} ({ends})"}[shows]
-    return FORMS[form](cell) if form in FORMS else format(cell, form)
+    return small(cell) if form == SMALL else format(cell, form)
 
 
 def texts_of(sheet):
@@ -215,7 +216,8 @@ def markdown(sheet):
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
     alignments = ["--:" if column.source else "---" for column in sheet.columns]
     lines = [f"| {' | '.join(texts)} |" for texts in (titles, alignments, *texts_of(sheet))]
-    return "\n".join([*lines, *(f"\n{textwrap.fill(note, MARKDOWN_WIDTH)}" for note in sheet.notes + sheet.footnotes)])
+    notes = [f"\n{textwrap.fill(note, MARKDOWN_WIDTH)}" for note in sheet.notes + sheet.footnotes]
+    return "\n".join([*lines, *notes])
 
 
 # ------------------------------------------------------------------------------------- By which code, where, and when
@@ -284,13 +286,15 @@ class Report:
 def to_json(report):
     """Write a Report as json: the schema first, a line for each row, nine digits of each number."""
     fields = {"schema": SCHEMA, **dataclasses.asdict(report), "made": report.made._asdict()}
-    return lines_of(json.loads(json.dumps(fields), parse_float=lambda digits: float(f"{float(digits):.9g}"))) + "\n"
+    rounded = json.loads(json.dumps(fields), parse_float=lambda digits: float(f"{float(digits):.9g}"))
+    return lines_of(rounded) + "\n"
 
 
 def lines_of(value):
     """Write json in lines that a diff can show: each value of a dict of dicts, and each list of a list of lists."""
     if isinstance(value, dict) and any(isinstance(part, dict) or is_nested(part) for part in value.values()):
-        return "{\n" + ",\n".join(f"{json.dumps(key)}: {lines_of(part)}" for key, part in value.items()) + "\n}"
+        lines = [f"{json.dumps(key)}: {lines_of(part)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n}"
     if is_nested(value):
         return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
     return json.dumps(value)
@@ -304,12 +308,9 @@ def from_json(text):
     """Read a Report. Raises ValueError, in one line: no json, another schema, other fields."""
     try:
         fields = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"it is no json ({error})") from None
-    schema = fields.pop("schema", None) if isinstance(fields, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"its schema is {schema}, this program's is {SCHEMA}")
-    try:
+        schema = fields.pop("schema")
+        if schema != SCHEMA:
+            raise ValueError(f"its schema is {schema}, this program's is {SCHEMA}")
         fields["made"] = Made(**fields["made"])
         fields["sheets"] = {key: sheet_from(sheet) for key, sheet in fields["sheets"].items()}
         return Report(**fields)
@@ -335,5 +336,11 @@ def load(name):
 
 
 def save_and_show(path, report, fail):
-    """Write a report to --json, if there is a path, and print its tables."""
-    command_line.write_and_show(path, to_json(report), fail, lambda: print_report(report))
+    """Write a report to --json, if there is a path, and print its tables, also where the file can't be written."""
+    try:
+        if path:
+            command_line.write("--json", path, to_json(report), fail)
+    finally:
+        print_report(report)
+    if path:
+        print(f"written to {path}")  # not by rich, for which [a] in a path is markup
