@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 TEXT_BYTES = 8_000_000  # the first of the standard library, in alphabetical order: they load in under a second
+LEAST_BYTES = 10_000  # of a text: more than a sequence of any model
 VALIDATION_PART = 0.1  # the end of the text
 VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over the validation part
 
@@ -22,10 +23,14 @@ SKIPPED_BEGINNINGS = ".", "__pycache__", "_sysconfigdata"  # of names of files a
 def load_bytes(path=None):
     """Read the text file at `path`, or the standard library: (n,) uint8.
 
-    Raises OSError if the file can't be read, and ValueError if this Python comes without its source.
+    Raises OSError if the file can't be read, and ValueError if the file is shorter than any model's sequences, or this
+    Python comes without its source.
     """
     if path is not None:
-        return np.frombuffer(path.read_bytes(), dtype=np.uint8)
+        text = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+        if len(text) < LEAST_BYTES:
+            raise ValueError(f"--data {path}: {len(text)} bytes are too few, there must be {LEAST_BYTES}")
+        return text
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in source_files(root):
@@ -47,16 +52,6 @@ def source_files(root):
         files += [Path(folder, name) for name in names
                   if name.endswith(".py") and not name.startswith(SKIPPED_BEGINNINGS)]
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def load_parts(path, sequence_length):
-    """Return (train, validation) of a text. Raises what `load_bytes` raises, and ValueError if a part is too short."""
-    text = load_bytes(path)
-    train, validation = split(text)
-    if len(validation) <= sequence_length:
-        raise ValueError(f"--data {path}: of {len(text)} bytes the last 10 % can't hold a sequence of "
-                         f"{sequence_length} bytes")
-    return train, validation
 
 
 def split(data):
