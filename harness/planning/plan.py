@@ -148,14 +148,14 @@ class Planner:
 
 
 def sizes_to_try(base, cap_mb):
-    """Return a RowId for each bucket size that is tried, in order of size: `cap_mb` alone if there is a --bucket-cap-mb.
+    """Return a RowId for each bucket size that is tried, in order of size. `cap_mb`: the one size, or None.
 
     A row without buckets has one RowId.
     """
     if base not in BUCKETED:
         return [RowId(base)]
-    caps_mb = [cap_mb] if cap_mb else CAPS_MB
-    return [RowId(base, cap_mb) for cap_mb in caps_mb]
+    sizes_mb = [cap_mb] if cap_mb else CAPS_MB
+    return [RowId(base, size_mb) for size_mb in sizes_mb]
 
 
 def make_plan(args, config, workers):

@@ -284,24 +284,10 @@ class Report:
 
 
 def to_json(report):
-    """Write a Report as json: the schema first, a line for each row, nine digits of each number."""
+    """Write a Report as json: the schema first, nine digits of each number."""
     fields = {"schema": SCHEMA, **dataclasses.asdict(report), "made": report.made._asdict()}
     rounded = json.loads(json.dumps(fields), parse_float=lambda digits: float(f"{float(digits):.9g}"))
-    return lines_of(rounded) + "\n"
-
-
-def lines_of(value):
-    """Write json in lines that a diff can show: each value of a dict of dicts, and each list of a list of lists."""
-    if isinstance(value, dict) and any(isinstance(part, dict) or is_nested(part) for part in value.values()):
-        lines = [f"{json.dumps(key)}: {lines_of(part)}" for key, part in value.items()]
-        return "{\n" + ",\n".join(lines) + "\n}"
-    if is_nested(value):
-        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
-    return json.dumps(value)
-
-
-def is_nested(value):
-    return isinstance(value, list) and any(isinstance(part, (dict, list)) for part in value)
+    return json.dumps(rounded, indent=1) + "\n"
 
 
 def from_json(text):

@@ -103,8 +103,7 @@ def prepare(device):
         return
     keep_freed_memory()
     # More threads than one would make ranks on the same machine fight for its cores.
-    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # "4,2" is for nested regions
-    torch.set_num_threads(int(n_threads) if n_threads.isdecimal() and int(n_threads) else 1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
 WORKS = "works"  # what a rank writes into the store when it can communicate; or else the error

@@ -67,7 +67,7 @@ class Training:
                 for param in self.model.parameters()]
 
 
-# ---------------------------------------------------------------------------- Replicated training, of any dtype, and DDP
+# --------------------------------------------------------------------------- Replicated training, of any dtype, and DDP
 
 
 class ReplicatedOptimizer(ShardedOptimizer):

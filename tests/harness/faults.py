@@ -3,19 +3,18 @@
     python -m pytest -p tests.harness.faults -m faults [--kills 20] [--faults-json FILE]      # make faults
 """
 
-import collections
 import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from checkpoint import latest, load
 from harness.publishing import tables
 from harness.publishing.tables import TEXT, Report, column, made_here, name_column, sheet_of
-from harness.ranks import meeting
 from harness.training.models import GPT, MODELS
 from tests.checkpoint.compare import equal
 from tests.ranks import ROOT
@@ -37,12 +36,16 @@ def pytest_sessionfinish(session, exitstatus):
         path.write_text(tables.to_json(report), encoding="utf-8")
 
 
-# What was done to a run, how often, what was seen, and whether its end was that of an undisturbed run.
-FaultRow = collections.namedtuple("FaultRow", "fault times seen end")
+class FaultRow(NamedTuple):
+    """What was done to a run, how often, and from where the run went on. Its end was that of an undisturbed run."""
+    fault: str
+    times: int
+    seen: str
+    end: str = "equal"
 
 
-def note(fault, times, seen, end="equal"):
-    ROWS.append(FaultRow(fault, times, seen, end))
+def note(fault, times, seen):
+    ROWS.append(FaultRow(fault, times, seen))
 
 
 def fault_sheet(rows):
@@ -53,14 +56,13 @@ def fault_sheet(rows):
 
 
 class Run:
-    """torchrun with a train.py; it ends with the `with` that it stands in. `lines`: what it has printed so far."""
+    """Runs torchrun with a train.py, until the end of the `with` statement. `lines`: what it has printed so far."""
 
     def __init__(self, script, ranks, steps, folder, *more, max_restarts=0):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                    f"--max-restarts={max_restarts}", script, "--model=nano", "--sequence-length=32", "--batch-size=4",
                    f"--steps={steps}", f"--checkpoint={folder}", "--save-every=20", *more]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        preexec_fn=meeting.end_with_parent)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines = []
         self.limit = threading.Timer(LIMIT_S, self.process.kill)
         self.limit.start()
@@ -83,9 +85,10 @@ class Run:
 
     def starts(self):
         """Yield, for each attempt to train, the name of the checkpoint that it goes on from; "" for none."""
-        while match := self.read_until(r"^resumed from (.+)|^validation loss before"):
+        conditions = r"rank\(s\) with"  # of a line that every attempt prints before its first step
+        while match := self.read_until(f"^resumed from (.+)|{conditions}"):
             if match[1]:
-                self.read_until("^validation loss before")
+                self.read_until(conditions)
             yield Path(match[1] or "").name
 
     def rank_processes(self):
@@ -93,13 +96,13 @@ class Run:
         return [*map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split())]
 
     def end(self):
-        """Return the exit code, for which torchrun is given a moment. All lines have been read then."""
-        self.read_until("(?!)")
+        """Read all lines, and return the exit code."""
+        self.read_until("(?!)")  # matches no line
         return self.process.wait(60)
 
 
 def run_undisturbed(*args, begin=""):
-    """Play a Run to its end, from a checkpoint of that name on, or from the beginning."""
+    """Let a Run train to its end, from a checkpoint of that name on, or from the beginning."""
     with Run(*args) as run:
         assert list(run.starts()) == [begin] and run.end() == 0, "\n".join(run.lines[-20:])
 

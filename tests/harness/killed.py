@@ -24,7 +24,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def at_call(last, number):
-    """Return a hook that sends this process the signal `number` when it is called for the time number `last`."""
+    """Return a hook that sends this process the signal `number` in its call number `last`."""
     calls = itertools.count(1)
 
     def hook(*_):
@@ -36,8 +36,10 @@ def at_call(last, number):
 
 
 def at_file_operation_of_save(operation, number):
-    """Send the signal before a file operation of the save of step 20, or of the removal of old ones behind it."""
-    save, hook, saved_names = checkpoint.save, at_call(operation, number), [""]
+    """Send the signal before a file operation of the save of step 20, or of the removal of old saves behind it."""
+    save = checkpoint.save
+    hook = at_call(operation, number)
+    saved_names = [""]
 
     def hear(event, arguments):
         is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -51,15 +53,17 @@ def at_file_operation_of_save(operation, number):
     sys.addaudithook(hear)
 
 
-# A nano model calls 21 modules in a forward pass; it is evaluated on 11 batches before the first step.
+N_MODULES = 21  # that a nano model calls in a forward pass
+
+
 def at_moment(moment, number):
     name, _, operation = moment.partition(" ")
     if name == "save":
         at_file_operation_of_save(int(operation), number)
     elif name == "backward":
-        register_module_full_backward_hook(at_call(21 * 15, number))
+        register_module_full_backward_hook(at_call(N_MODULES * 15, number))
     else:  # parameters are being sent
-        register_module_forward_pre_hook(at_call(21 * (11 + 15) + 9, number))
+        register_module_forward_pre_hook(at_call(N_MODULES * 15 + 9, number))
 
 
 if __name__ == "__main__":

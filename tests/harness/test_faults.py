@@ -15,8 +15,7 @@ import subprocess
 import pytest
 
 from checkpoint import latest
-from harness import STAGE_4
-from tests.common import STAGES
+from harness import STAGE_2, STAGE_3, STAGE_4
 from tests.harness.faults import Run, end_equally, note, run_undisturbed
 from tests.ranks import run_ranks
 
@@ -51,9 +50,14 @@ def undisturbed(tmp_path_factory):
 
 
 def test_random_kills_lose_nothing(n_kills, tmp_path):
-    """Again and again one rank is killed, after a random time; torchrun starts all of them anew."""
-    n_kills, chance, folder = n_kills or 1, random.Random(0), tmp_path / "killed"
-    n_steps, n_killed, n_in_save, newest = max(400, n_kills * 120), 0, 0, ""  # more than attempts do on average
+    """Kill one rank after a random time, again and again. torchrun starts all ranks anew each time."""
+    n_kills = n_kills or 1
+    n_steps = max(400, n_kills * 120)  # more than attempts do on average
+    folder = tmp_path / "killed"
+    chance = random.Random(0)
+    n_killed = 0
+    n_in_save = 0
+    newest = ""
     with Run(TRAIN_4, 2, n_steps, folder, max_restarts=n_kills) as run:
         for start in run.starts():
             assert start >= newest, f"it went on from {start or 'the beginning'}, but {newest} was complete"
@@ -70,45 +74,53 @@ def test_random_kills_lose_nothing(n_kills, tmp_path):
     note(f"SIGKILL at a random moment, {n_in_save} in a save", n_kills, "the newest complete checkpoint")
 
 
-LOST, SAVED_BY_ALL = [1, -9, 1], [75] * 3  # exit codes of the three ranks
-SCENARIOS = [  # a stage; when rank 1 sends itself which signal; the exit codes, and the step that all go on from
-    (4, "backward", "SIGKILL", LOST, 10), (4, "prefetch", "SIGKILL", LOST, 10), (4, "save 1", "SIGKILL", LOST, 10),
-    (4, "backward", "SIGSTOP", LOST, 10), (2, "backward", "SIGTERM", SAVED_BY_ALL, 15),
-    (3, "save 1", "SIGHUP", SAVED_BY_ALL, 21),
-]
+def disturbed(folder, stage, moment, signal_name, *args):
+    """Train on three ranks, of which rank 1 sends itself a signal. Returns the Ended of each rank.
 
-
-@pytest.mark.parametrize("number, moment, signal_name, codes, step", SCENARIOS)
-def test_whatever_happens_to_one_rank_the_others_say_so_in_one_line_and_nothing_is_lost(
-        number, moment, signal_name, codes, step, undisturbed, tmp_path):
-    """Without torchrun, which would end them itself; in step 15, or in the save after step 20. Then the same again.
-
-    SIGKILL, and SIGSTOP, which ends a run by its time-out: the others name rank 1. A signal that asks to stop is heard
-    after the step under way: all save it.
+    No torchrun runs, because torchrun would end the other ranks itself.
     """
-    folder, stage = tmp_path / "run", STAGES[number - 1]
-    more = ["--timeout", "10"] if signal_name == "SIGSTOP" else []
-    ended = run_ranks(3, KILLED, 1, moment, signal_name, f"{stage}/train.py", *OPTIONS, folder, *more)
-    assert [rank.code for rank in ended] == codes, ended[0].stderr + ended[1].stderr
-    if codes == SAVED_BY_ALL:
-        saved = f"saved in {folder}/step-{step:08}: the same command goes on"
-        assert f"stopped by {signal_name} after step {step}, {saved}\n" in ended[0].stdout
-        assert "stopped" not in ended[1].stdout
-    for rank in (0, 2) if codes == LOST else ():
-        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
-        # The other may be slow to say that it is there, and is named too then.
-        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
-        assert "Traceback" not in ended[rank].stderr
+    return run_ranks(3, KILLED, 1, moment, signal_name, f"{stage}/train.py", *OPTIONS, folder, *args)
+
+
+def assert_goes_on(folder, stage, step, undisturbed):
+    """Train again: the run must go on from the checkpoint of `step`, and end like an undisturbed run."""
     assert latest(folder).name == f"step-{step:08}"
     assert f"resumed from {folder}/step-{step:08}\n" in train(stage, folder)
     assert end_equally(folder, undisturbed(stage)) and not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("moment, signal_name", [
+    ("backward", "SIGKILL"), ("prefetch", "SIGKILL"), ("backward", "SIGSTOP")])
+def test_ranks_that_lose_a_rank_name_it_in_one_line_and_nothing_is_lost(moment, signal_name, undisturbed, tmp_path):
+    """Kill rank 1 in step 15, or stop it, which ends the run by its time-out. Both other ranks must name rank 1."""
+    args = ["--timeout", "10"] if signal_name == "SIGSTOP" else []
+    ended = disturbed(tmp_path, STAGE_4, moment, signal_name, *args)
+    assert [rank.code for rank in ended] == [1, -9, 1], ended[0].stderr + ended[1].stderr
+    for rank in (0, 2):
+        (line,) = [line for line in ended[rank].stderr.splitlines() if "error" in line]
+        # The other rank may be slow to say that it is there, and is named too then.
+        assert re.match(rf"train\.py: error: rank {rank} lost rank ([02], )?1(, [02])?: ", line), line
+        assert "Traceback" not in ended[rank].stderr
+    assert_goes_on(tmp_path, STAGE_4, 10, undisturbed)
     if signal_name == "SIGSTOP":
         assert any("imed out" in ended[rank].stderr for rank in (0, 2))
         note("SIGSTOP to one rank", 1, "named by the others")
 
 
+@pytest.mark.parametrize("stage, moment, signal_name, step", [
+    (STAGE_2, "backward", "SIGTERM", 15), (STAGE_3, "save 1", "SIGHUP", 21)])
+def test_a_signal_to_one_rank_makes_all_save_the_step_under_way(stage, moment, signal_name, step, undisturbed, tmp_path):
+    """Send the signal in step 15, or in the save after step 20."""
+    ended = disturbed(tmp_path, stage, moment, signal_name)
+    assert [rank.code for rank in ended] == [75] * 3, ended[0].stderr + ended[1].stderr
+    saved = f"saved in {tmp_path}/step-{step:08}: the same command goes on"
+    assert f"stopped by {signal_name} after step {step}, {saved}\n" in ended[0].stdout
+    assert "stopped" not in ended[1].stdout
+    assert_goes_on(tmp_path, stage, step, undisturbed)
+
+
 def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(n_kills, undisturbed, tmp_path):
-    """Files are written and renamed, an old checkpoint is removed. Two of three ranks at each operation, or a few."""
+    """Kill rank 0 or 2 where a file is written or renamed, or an old checkpoint removed: at each operation, or a few."""
     n_killed = 0
     for killed in (0, 2):
         for operation in itertools.count(1, 1 if n_kills else 3):
@@ -117,7 +129,8 @@ def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(n_kills, undis
             codes = [ended.code for ended in run_ranks(3, KILLED, killed, *command)]
             if codes == [0] * 3:  # there are no more operations
                 break
-            assert codes[killed] == -9 and 0 not in codes and latest(folder).name in ("step-00000010", "step-00000020")
+            assert codes[killed] == -9 and 0 not in codes
+            assert latest(folder).name in ("step-00000010", "step-00000020")
             assert f"resumed from {latest(folder)}\n" in train(STAGE_4, folder)
             assert end_equally(folder, undisturbed(STAGE_4))
             n_killed += 1
@@ -126,15 +139,17 @@ def test_a_rank_killed_at_file_operations_of_a_save_loses_nothing(n_kills, undis
 
 
 def test_signals_under_torchrun(tmp_path):
-    """SIGUSR1 for one rank: torchrun starts all anew. SIGTERM for torchrun; then the same command again."""
-    steps, folder = 500, tmp_path / "signalled"
+    """Send SIGUSR1 to one rank: torchrun starts all anew. Send SIGTERM to torchrun, and run the same command again."""
+    steps = 500
+    folder = tmp_path / "signalled"
     of_signals_only = f"--save-every={steps}"
     with Run(TRAIN_4, 2, steps, folder, of_signals_only, max_restarts=1) as run:
         starts = run.starts()
         assert next(starts) == "", run.lines
         assert run.read_until("^step +20/")
         os.kill(run.rank_processes()[-1], signal.SIGUSR1)
-        first, begin = run.read_until(r"stopped by SIGUSR1 after step (\d+)")[1], next(starts)
+        first = run.read_until(r"stopped by SIGUSR1 after step (\d+)")[1]
+        begin = next(starts)
         assert begin == f"step-{int(first):08}", run.lines[-20:]
         assert run.read_until("^step ")
         run.process.terminate()

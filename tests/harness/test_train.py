@@ -1,88 +1,123 @@
-"""train.py: all stages print the losses of DDP, on a mesh and after a stop too, and bad input is one line."""
+"""train.py: all stages print the losses of one rank, checkpoints stay as asked, and bad input is one line."""
 
-import os
 import re
-import shutil
+import signal
 
 import pytest
 
-from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.training import corpus
-from tests.common import STAGES
+from harness import STAGE_1, STAGE_2, STAGE_4
+from harness.training import train
+from tests.checkpoint import flip_a_bit
+from tests.common import STAGES, on_ranks
+from tests.harness.faults import end_of
 from tests.ranks import ROOT, run_alone, run_ranks
 
 pytestmark = pytest.mark.waits
 
-TRAIN_4 = f"{STAGE_4}/train.py"
-OPTIONS = ["--model", "nano", "--sequence-length", "32", "--steps", "18", "--accumulate", "2", "--clip", "0.5"]
+NANO = ["--model", "nano", "--sequence-length", "32"]
+OPTIONS = [*NANO, "--steps", "18", "--accumulate", "2", "--clip", "0.5"]
 
 
 def losses(ended):
-    """Of ranks that have ended -> [(number of a step, its loss), …]; those of the validation have number 0.
-
-    A slow machine prints more steps, a line every 10 seconds: only those that every machine prints are compared.
-    """
-    found = re.findall(r"(?:step +(\d+)/18 +)?loss(?: before:| after:)? +(\d+\.\d{4,})", ended[0].stdout)
-    return [(int(step or 0), float(loss)) for step, loss in found if int(step or 0) in (0, 1, 10, 18)]
+    """Return [(number of a step, its loss), …] that ranks have printed."""
+    assert [rank.code for rank in ended] == [0] * len(ended), "\n".join(rank.stderr for rank in ended)
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step +(\d+)/18 +loss +(\d+\.\d{4})", ended[0].stdout)]
 
 
 @pytest.fixture(scope="module")
-def of_ddp():
-    """Its losses: of validation, of steps 1, 10 and 18, and of validation."""
-    found = losses(run_ranks(2, "harness/training/train_ddp.py", *OPTIONS, "--batch-size", "4"))
-    assert [step for step, _ in found] == [0, 1, 10, 18, 0] and found[-1] < found[0]
-    return [(step, pytest.approx(loss, abs=1.5e-4)) for step, loss in found]  # four decimals are printed
+def losses_of_one_rank():
+    """Return the losses of one rank with the batch of two: there stage 1 is plain AdamW."""
+    of_rank = losses(run_ranks(1, f"{STAGE_1}/train.py", *OPTIONS, "--batch-size", "8"))
+    assert [step for step, _ in of_rank] == [1, 10, 18] and of_rank[-1][1] < of_rank[0][1]
+    return [(step, pytest.approx(loss, abs=1.5e-4)) for step, loss in of_rank]  # four decimals are printed
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_prints_the_losses_of_ddp(stage, of_ddp):
-    ended = run_ranks(2, f"{stage}/train.py", *OPTIONS, "--batch-size", "4")
-    assert [rank.code for rank in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    assert losses(ended) == of_ddp
+def test_two_ranks_of_every_stage_print_the_losses_of_one(stage, losses_of_one_rank):
+    assert losses(run_ranks(2, f"{stage}/train.py", *OPTIONS, "--batch-size", "4")) == losses_of_one_rank
 
 
-def test_a_run_on_a_mesh_stops_and_goes_on_with_the_losses_of_ddp(of_ddp, tmp_path):
-    """2 x 2 until a signal in step 8, then 2 x 2 and 4 x 1."""
-    mesh = [*OPTIONS, "--batch-size", "4", "--tp", "2", "--checkpoint"]
-    ended = run_ranks(4, "tests/harness/killed.py", "1", "backward", "SIGTERM", TRAIN_4, *mesh, tmp_path / "2x2")
-    assert [rank.code for rank in ended] == [75] * 4, ended[0].stderr
-    assert losses(ended) == of_ddp[:2]
-    shutil.copytree(tmp_path / "2x2", tmp_path / "4x1")
-    for options in ([*mesh, tmp_path / "2x2"], [*OPTIONS, "--batch-size", "2", "--checkpoint", tmp_path / "4x1"]):
-        ended = run_ranks(4, TRAIN_4, *options)
-        assert [rank.code for rank in ended] == [0] * 4, ended[0].stderr
-        assert losses(ended)[-2:] == of_ddp[-2:]
+# ------------------------------------------------------------------------------------------------------ Checkpoints
 
 
-@pytest.mark.parametrize("script, args, message", [
-    (TRAIN_4, ["--tp", "3"], "2 ranks can't be split into 3 equal parts"),
-    (f"{STAGE_3}/train.py", ["--tp", "2"], "it is for stage4_overlap/train.py"),
-    (f"{STAGE_2}/train.py", ["--data", "/nowhere"], "there is no such file"),
-])
-def test_what_ranks_cannot_do_one_of_them_says_in_a_line(script, args, message):
-    first, second = run_ranks(2, script, *OPTIONS, *args)
-    assert (first.code, second.code) == (2, 2) and message in first.stderr
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def names(*steps):
+    return [f"step-{step:08}" for step in steps]
+
+
+def train_alone(folder, *args, steps):
+    """Train on one rank, started as `python train.py`; return its Ended."""
+    return run_alone(ROOT / STAGE_1 / "train.py", *NANO, "--batch-size", "2", "--steps", steps, "--checkpoint", folder,
+                     *args)
+
+
+@pytest.mark.parametrize("args, kept", [([], (3, 4, 5)), (["--keep", "1"], (5,)), (["--keep", "0"], range(1, 6))])
+def test_as_many_checkpoints_stay_as_asked_and_nothing_else_is_removed(args, kept, tmp_path):
+    other_names = ["best", "step-1", "step-00000001.old", "zzz-best"]
+    for name in other_names:
+        (tmp_path / name).mkdir()
+    assert train_alone(tmp_path, "--save-every", "1", *args, steps=5).code == 0
+    assert names_in(tmp_path) == sorted([*other_names, *names(*kept)])
+
+
+def test_a_run_goes_on_with_the_lr_of_the_command(tmp_path):
+    assert train_alone(tmp_path, steps=1).code == 0
+    ended = train_alone(tmp_path, "--lr", "0.5", steps=3)
+    assert ended.code == 0 and f"resumed from {tmp_path}/step-00000001\n" in ended.stdout
+    _, optimizer_state = end_of(tmp_path)
+    assert optimizer_state["param_groups"][0]["lr"] == 0.5 * train.warmup_then_cosine(3)(3)
+
+
+def damage(folder):
+    flip_a_bit(max(folder.glob("step-00000001/*"), key=lambda path: path.stat().st_size))
+
+
+@pytest.mark.parametrize("change, args, says", [
+    (lambda folder: None, ["--model", "tiny"], "step-00000001 can't be loaded: it is of another model"),
+    (damage, [], "train.py: error: checkpoint {0}/step-00000001 can't be loaded: ")])
+def test_what_a_run_cannot_go_on_from_is_one_line_and_nothing_is_removed(change, args, says, tmp_path):
+    assert train_alone(tmp_path, steps=1).code == 0
+    change(tmp_path)
+    ended = train_alone(tmp_path, *args, steps=2)
+    assert ended.code == 2 and says.format(tmp_path) in ended.stderr and "Traceback" not in ended.stderr
+    assert names_in(tmp_path) == names(1)
+
+
+@on_ranks(1)
+def test_under_nohup_a_run_goes_on_when_the_terminal_goes(rank):
+    """nohup ignores SIGHUP, and a run must not hear SIGHUP then. It hears SIGUSR1."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop_signal = train.StopSignal(30)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop_signal.agreed_signal() is None
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop_signal.agreed_signal() == signal.SIGUSR1
+    finally:  # this process runs other tests too
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+# -------------------------------------------------------------------------------------------------------- Bad input
+
+
+def test_what_ranks_cannot_do_one_of_them_says_in_a_line():
+    first, second = run_ranks(2, f"{STAGE_2}/train.py", *OPTIONS, "--data", "/nowhere")
+    assert (first.code, second.code) == (2, 2) and "No such file or directory: '/nowhere'" in first.stderr
     assert [rank.stderr.count("error") for rank in (first, second)] == [1, 0]
 
 
-def test_bad_input_is_one_line(tmp_path):
-    """Of a rank without torchrun, which adds lines of its own. More options: test_command_lines.py."""
+@pytest.mark.parametrize("args, message", [
+    (["--timeout"], "--timeout: expected one argument"),
+    (["--data", "empty.txt"], "--data empty.txt: 0 bytes are too few, there must be 10000"),
+    (["--checkpoint", "empty.txt/a"], "Not a directory: 'empty.txt/a'")])
+def test_bad_input_is_one_line(args, message, tmp_path):
+    """Start a rank without torchrun, which adds lines of its own. test_command_lines.py has more options."""
     (tmp_path / "empty.txt").touch()
-    for args, message in ((["--timeout"], "--timeout: expected one argument"),
-                          (["--data", "empty.txt"], "empty.txt"),
-                          (["--checkpoint", "empty.txt/a"], "Not a directory: 'empty.txt/a'")):
-        run = run_alone(ROOT / STAGE_1 / "train.py", "--model", "nano", *args, cwd=tmp_path)
-        assert run.code == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
-        assert len([line for line in run.stderr.splitlines() if "error" in line]) == 1
-
-
-def test_a_folder_of_text_is_read_but_for_what_is_no_file(tmp_path):
-    """Every folder in it, whatever its name; a pipe would be waited for, and a broken link is nothing."""
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "a.txt").write_bytes(b"text " * 9)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert bytes(corpus.load_bytes(tmp_path)) == b"text " * 9
-    for path in (tmp_path / "pipe", "x" * 300, "~nobody-of-that-name/text"):
-        with pytest.raises(ValueError, match="--data .*: there is no such file or folder; give a text file"):
-            corpus.load_bytes(path)
+    run = run_alone(ROOT / STAGE_4 / "train.py", "--model", "nano", *args, cwd=tmp_path)
+    assert run.code == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1, run.stderr
