@@ -21,7 +21,8 @@ OPTIONS = [*NANO, "--steps", "18", "--accumulate", "2", "--clip", "0.5"]
 def losses(ended):
     """Return [(number of a step, its loss), …] that ranks have printed."""
     assert [rank.code for rank in ended] == [0] * len(ended), "\n".join(rank.stderr for rank in ended)
-    return [(int(step), float(loss)) for step, loss in re.findall(r"step +(\d+)/18 +loss +(\d+\.\d{4})", ended[0].stdout)]
+    printed = re.findall(r"step +(\d+)/18 +loss +(\d+\.\d{4})", ended[0].stdout)
+    return [(int(step), float(loss)) for step, loss in printed]
 
 
 @pytest.fixture(scope="module")
