@@ -113,6 +113,7 @@ def write_package(to, files):
 
 
 COLOURS = {"+": "\033[32m", "-": "\033[31m"}
+BETWEEN = "between functions"  # the part with imports, constants, and the first lines of classes
 
 
 def functions(tree):
@@ -129,32 +130,24 @@ def functions(tree):
 def parts_of(path):
     """Return {name: lines} of the parts of a file, or {} if there is no such file.
 
-    Parts are functions, methods ("Class.method", or of the optimizer "method"), the rest of each class, and the rest of
-    the module.
+    Parts are functions, methods ("Class.method", or of the optimizer "method"), and what stands between them.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    tree = ast.parse("\n".join(lines))
-    nodes = {f"class {node.name}": node for node in tree.body if isinstance(node, ast.ClassDef)}
-    nodes |= {name.removeprefix("ShardedOptimizer."): node for name, node in functions(tree).items()}
-    part_of_line = ["imports and constants"] * len(lines)
-    for name, node in nodes.items():  # methods come after their class, and take their lines from it
-        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        for number in range(start, node.end_lineno + 1):
-            part_of_line[number - 1] = name
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    rest = dict(enumerate(text.splitlines(), start=1))  # number -> line
     parts = {}
-    for name, line in zip(part_of_line, lines):
-        is_between_functions = not isinstance(nodes.get(name), ast.FunctionDef)
-        if line.strip() or not is_between_functions:  # blank lines between functions are no difference
-            parts.setdefault(name, []).append(line)
-    return parts
+    for name, node in functions(ast.parse(text)).items():
+        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines = [rest.pop(number) for number in range(start, node.end_lineno + 1)]
+        parts[name.removeprefix("ShardedOptimizer.")] = lines
+    return {BETWEEN: [line for line in rest.values() if line.strip()], **parts}
 
 
 def difference(old, new):
     """Return lines to print, of what `parts_of` has returned for two files."""
     unchanged = [name for name in new if old.get(name) == new[name]]
-    missing = [name for name in old if name not in new]
-    # Of a class that is gone its methods aren't listed.
-    gone = [name for name in missing if f"class {name.partition('.')[0]}" not in missing]
+    gone = [name for name in old if name not in new]
     lines = []
     if unchanged:
         lines.append(f"unchanged: {', '.join(unchanged)}")

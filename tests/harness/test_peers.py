@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 
 from harness.measuring import examine
 from harness.measuring.examine import Settings, adamw, make_batches, make_model
@@ -17,11 +16,10 @@ from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
 from harness.ranks import exchange
 from harness.training import rows
-from harness.training.baselines import DistributedOptimizer, owner_buckets
+from harness.training.baselines import owner_buckets
 from harness.training.rows import ONE_PARAMETER, RowId
 from stage4_overlap import optimizer
-from tests.common import on_ranks, one_rank_of, trainable
-from tests.pairs import Pair
+from tests.common import on_ranks, one_rank_of
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 SIZED = [RowId("ddp", 0.01), RowId("ddp + torch ZeRO", 0.01), RowId("ddp + stage 1", ONE_PARAMETER),
@@ -81,29 +79,6 @@ def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(ran
     training.finish()
     last_gradient = len(order) - 1 - order[::-1].index("gradient")
     assert (order.index("leaves") > last_gradient) == leaves_late
-
-
-@on_ranks(1, 2, beneath_ddp=[False, True])
-def test_rung_0_is_replicated_training_with_the_face_of_a_stage(rank, beneath_ddp):
-    """Clipped, accumulated, by a schedule, and loaded into another one half way."""
-    own = {"average_gradients": not beneath_ddp}
-    pair = Pair(rank, "harness.training.baselines", own=own, lr=0.01)
-    if beneath_ddp:
-        pair.model = DistributedDataParallel(pair.model)
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in pair.optimizers]
-    for step in range(4):
-        if step == 2:
-            state = pair.optimizer.state_dict()
-            pair.optimizer = schedules[0].optimizer = DistributedOptimizer(trainable(pair.models[0]), lr=0.01, **own)
-            pair.optimizer.load_state_dict(state)
-        with pair.optimizer.no_sync():
-            pair.backward(2 * step, 2 * step + 1)
-        pair.clip(0.1)
-        pair.step()
-        for schedule in schedules:
-            schedule.step()
-        assert len({optimizer.param_groups[0]["lr"] for optimizer in pair.optimizers}) == 1
-    pair.assert_same(is_exact=False)
 
 
 @on_ranks(2, name=["ddp", "stage 3 grad buffer", "stage 4 overlap"])
