@@ -109,7 +109,7 @@ def test_ranks_that_lose_a_rank_name_it_in_one_line_and_nothing_is_lost(moment, 
 
 @pytest.mark.parametrize("stage, moment, signal_name, step", [
     (STAGE_2, "backward", "SIGTERM", 15), (STAGE_3, "save 1", "SIGHUP", 21)])
-def test_after_a_signal_to_one_rank_all_save_the_step_under_way(stage, moment, signal_name, step, undisturbed, tmp_path):
+def test_after_a_signal_to_a_rank_all_save_the_step_under_way(stage, moment, signal_name, step, undisturbed, tmp_path):
     """Send the signal in step 15, or in the save after step 20."""
     ended = disturbed(tmp_path, stage, moment, signal_name)
     assert [rank.code for rank in ended] == [75] * 3, ended[0].stderr + ended[1].stderr
