@@ -1,9 +1,8 @@
-"""Draws recorded steps, and curves, from their raw numbers: as SVG, by matplotlib.
+"""Draws recorded steps, and curves, from raw numbers: as SVG, by matplotlib.
 
 Only this file reads raw numbers of a Report; everything else that pages show is a finished table.
 """
 
-import collections
 import importlib.util
 import io
 import itertools
@@ -22,8 +21,8 @@ class Message(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """One step on one rank; spans are (start, end) in seconds from its start."""
-    exposed_seconds: float  # messages are in flight, and the rank doesn't compute
+    """One step on one rank. A span is (start, end), in seconds from the start of the step."""
+    exposed_seconds: float  # in which messages are in flight, and the rank doesn't compute
     seconds: float
     phases: list  # of (name, start, end)
     busy: list  # spans in which the rank computes
@@ -33,9 +32,12 @@ class RecordedStep(NamedTuple):
 
 def read_steps(drawn):
     """Return ([(name, RecordedStep)], title) from what `to_draw` has saved."""
-    steps = [(name, RecordedStep(*fields)) for name, fields in drawn["steps"].items()]
-    return [(name, step._replace(communication=[Message(*message) for message in step.communication]))
-            for name, step in steps], drawn["title"]
+    steps = []
+    for name, fields in drawn["steps"].items():
+        step = RecordedStep(*fields)
+        messages = [Message(*message) for message in step.communication]
+        steps.append((name, step._replace(communication=messages)))
+    return steps, drawn["title"]
 
 
 def to_draw(steps, title):
@@ -57,7 +59,9 @@ def most_alive(live, start, end):
     parts = [0] * MEMORY_PARTS
     for (since, n_bytes), (until, _) in itertools.pairwise([*live, (end, 0)]):
         if since < end and until > start:
-            for i in range(max(part_at(since), 0), min(part_at(until) + 1, MEMORY_PARTS)):
+            first = max(part_at(since), 0)
+            last = min(part_at(until), MEMORY_PARTS - 1)
+            for i in range(first, last + 1):
                 parts[i] = max(parts[i], n_bytes)
     return parts
 
@@ -75,7 +79,9 @@ def union(spans):
 
 def overlap(spans, other_spans):
     """Return the spans that lie in both lists of disjoint spans."""
-    return [(max(a, c), min(b, d)) for a, b in spans for c, d in other_spans if max(a, c) < min(b, d)]
+    common = [(max(start, other_start), min(end, other_end))
+              for start, end in spans for other_start, other_end in other_spans]
+    return [(start, end) for start, end in common if start < end]
 
 
 def length(spans):
@@ -131,22 +137,22 @@ EXCHANGED = ("send", "recv")  # gradients or parameters, in the exchange that re
 
 
 def lanes(step):
-    """Return [("computes", spans), ("gradients", spans), ("parameters", spans)] of a recorded step.
+    """Return the spans to draw: [("computes", spans), ("gradients", spans), ("parameters", spans)].
 
-    A span is (start, end, name of its colour: the phase or the lane). A message's span starts when the message was
+    A span is (start, end, name of the colour: the phase or the lane). A message's span starts when the message was
     launched, or when the message before it in the lane had arrived, if that is later.
     """
     computes = []
     for phase, phase_start, phase_end in step.phases:
         computes += [(start, end, phase) for start, end in overlap([(phase_start, phase_end)], step.busy)]
     messages = {"gradients": [], "parameters": []}
-    last_end = collections.Counter()
+    free_at = {"gradients": 0, "parameters": 0}  # when the last message in the lane has arrived
     for message in sorted(step.communication, key=lambda message: message.end):
         lane = carries(step, message)
-        start = max(message.start, last_end[lane])
-        last_end[lane] = max(message.end, start)
+        start = max(message.start, free_at[lane])
+        free_at[lane] = max(message.end, start)
         if start < step.seconds:  # a message may arrive in the next step
-            messages[lane].append((start, last_end[lane], lane))
+            messages[lane].append((start, free_at[lane], lane))
     return [("computes", computes), *messages.items()]
 
 
@@ -197,18 +203,19 @@ def svg(rows, title):
     figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
     for axis, (name, step) in zip(axes, rows):
         axis.set_title(f"{name}: {caption(step)}")
-        for n_above, (_, spans) in enumerate(lanes(step)):
+        for y, (_, spans) in zip((3, 2, 1), lanes(step)):
             for kind, colour in COLOURS.items():
                 # Spans with less between them than a picture shows become one bar.
                 bars = union((max(start, 0), min(end, step.seconds) + longest / 2000)
                              for start, end, span_kind in spans if span_kind == kind)
-                axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in bars], (3 - n_above, 0.85),
+                axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in bars], (y, 0.85),
                                  facecolors=colour)
+        memory_in_words = ""
         if step.memory:
             edges = [1e3 * step.seconds * i / MEMORY_PARTS for i in range(len(step.memory) + 1)]
             axis.stairs([0.85 * part / most_bytes for part in step.memory], edges, fill=True, color=COLOURS["memory"])
-        memory = f"memory ≤ {max(step.memory) / 1e6:.0f} MB" if step.memory else ""
-        axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters", memory])
+            memory_in_words = f"memory ≤ {max(step.memory) / 1e6:.0f} MB"
+        axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters", memory_in_words])
         axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
     axes[-1].set_xlabel("ms")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
@@ -223,9 +230,9 @@ def svg(rows, title):
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
-# of_links: the dict that a Report on each link has saved as `drawn`, the slowest link first. Its keys are rate (in
-# words), bits_per_second, curve ({method: time per step / time of computing alone, or None}), sizes (of buckets, in
-# words) and sweep ({method: [(index of the size, ms per step), …]}).
+# of_links: what the Report on each link has under `drawn`, the slowest link first. It is a dict of rate (in words),
+# bits_per_second, curve ({method: time per step / time of computing alone, or None}), sizes (of buckets, in words) and
+# sweep ({method: [(index of the size, ms per step), …]}).
 
 
 def curve(of_links):
@@ -268,6 +275,7 @@ def sweeps(of_links):
 
 
 METHOD_COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", "same_bits": "#d06a2c"}
+LINE_STYLES = {"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}
 
 
 def differences(by_name):
@@ -281,7 +289,7 @@ def differences(by_name):
     for name, by_step in by_name.items():
         method, ranks = name.split(", ")
         axis.plot(range(1, len(by_step) + 1), [max(difference, least) for difference in by_step], label=name,
-                  color=METHOD_COLOURS[method], linestyle={"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}[ranks])
+                  color=METHOD_COLOURS[method], linestyle=LINE_STYLES[ranks])
     axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
     powers = [10.0**exponent for exponent in range(-9, 1) if 2 * least < 10.0**exponent < 2 * max(not_zero)]
     axis.set_yticks([least, *powers], ["0", *(f"{power:.0e}" for power in powers)])
