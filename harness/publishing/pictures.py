@@ -79,8 +79,8 @@ def union(spans):
 
 def overlap(spans, other_spans):
     """Return the spans that lie in both lists of disjoint spans."""
-    common = [(max(start, other_start), min(end, other_end))
-              for start, end in spans for other_start, other_end in other_spans]
+    common = ((max(start, other_start), min(end, other_end))
+              for start, end in spans for other_start, other_end in other_spans)
     return [(start, end) for start, end in common if start < end]
 
 
