@@ -48,6 +48,7 @@ def code_lines(path):
             docstring = node.body[0]
             numbers.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
     lines = source.splitlines()
+    # A comment behind code is cut off.
     return {number: lines[number - 1].split("  #")[0] for number in sorted(numbers)}
 
 
@@ -75,8 +76,8 @@ def with_relative_imports(path, from_guard):
 
 def package_files(number, name, code):
     """Return {path in the package: text} of the files beside the code: see `taken/`. code: {path: text}."""
-    folders = {f"{name}/{path}".rpartition("/")[0] for path in code}
-    packages = ", ".join(f'"{folder.replace("/", ".")}"' for folder in sorted(folders))
+    folders = {str(Path(name, path).parent) for path in code}
+    packages = ", ".join(f'"{folder.replace("/", ".")}"' for folder in sorted(folders))  # as in a list of TOML
     words = {"my_optimizer": name, "NUMBER": number, "VERSION": VERSION, '"PACKAGES"': packages}
     has_prefetch = any("def prefetch_params" in text for text in code.values())
     files = {"py.typed": ""}
@@ -91,10 +92,10 @@ def package_files(number, name, code):
 
 def take(number, to, with_checkpoint=False):
     """Write a stage as a package. Raises ValueError: there is no such stage, or `to` is no place for a package."""
-    stages = {stage[len("stage")]: stage for stage in STAGES}
-    if number not in stages:
-        raise ValueError(f"STAGE={number}: there are stages 1 to {len(stages)}")
-    code = files_of(stages[number], with_checkpoint)
+    stage_of = {stage[len("stage")]: stage for stage in STAGES}  # number, which is a digit -> folder
+    if number not in stage_of:
+        raise ValueError(f"STAGE={number}: there are stages 1 to {len(stage_of)}")
+    code = files_of(stage_of[number], with_checkpoint)
     write_package(to, {**code, **package_files(number, to.name, code)})
 
 
@@ -157,7 +158,7 @@ def difference(old, new):
         if name not in old:
             lines += ["", f"new: {name}", *(f"+{line}" for line in new[name])]
         elif name not in unchanged:
-            changes = list(difflib.unified_diff(old[name], new[name], n=2, lineterm=""))[2:]
+            _, _, *changes = difflib.unified_diff(old[name], new[name], n=2, lineterm="")  # first two names of files
             lines += ["", f"changed: {name}", *(" …" if line.startswith("@@") else line for line in changes)]
     return lines
 

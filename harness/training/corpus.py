@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-TEXT_BYTES = 8_000_000  # the first of the standard library, in alphabetical order: they load in under a second
+STDLIB_BYTES = 8_000_000  # so much of the standard library is read, in less than a second
 LEAST_BYTES = 10_000  # of a text: more than a sequence of any model
-VALIDATION_PART = 0.1  # the end of the text
-VALIDATION_SEQUENCES = 128  # the same ones every time, evenly spread over the validation part
+VALIDATION_PART = 0.1  # of a text: its end
+VALIDATION_SEQUENCES = 128  # evenly spread over the validation part, the same every time
 
-# Not read: tests (they repeat themselves), installed packages, tables of numbers, and files made on this machine.
+# Skipped are tests, which repeat themselves, installed packages, tables of numbers, and files made on this machine.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
 SKIPPED_BEGINNINGS = ".", "__pycache__", "_sysconfigdata"  # of names of files and folders
 
@@ -23,27 +23,27 @@ SKIPPED_BEGINNINGS = ".", "__pycache__", "_sysconfigdata"  # of names of files a
 def load_bytes(path=None):
     """Read the text file at `path`, or the standard library: (n,) uint8.
 
-    Raises OSError if the file can't be read, and ValueError if the file is shorter than any model's sequences, or this
-    Python comes without its source.
+    Raises OSError if the file can't be read, and ValueError if the text is shorter than a model's sequences: a Python
+    may come without its source.
     """
-    if path is not None:
-        text = np.frombuffer(path.read_bytes(), dtype=np.uint8)
-        if len(text) < LEAST_BYTES:
-            raise ValueError(f"--data {path}: {len(text)} bytes are too few, there must be {LEAST_BYTES}")
-        return text
-    root = Path(sysconfig.get_paths()["stdlib"])
-    text = bytearray()
-    for path in source_files(root):
-        text += path.read_bytes()
-        if len(text) >= TEXT_BYTES:
+    content = path.read_bytes() if path else stdlib_source()
+    if len(content) < LEAST_BYTES:
+        raise ValueError(f"{path or 'standard library'}: {len(content)} bytes are too few, there must be {LEAST_BYTES}")
+    return np.frombuffer(content, dtype=np.uint8)
+
+
+def stdlib_source():
+    """Return the first STDLIB_BYTES of the standard library's source files, one file behind the other."""
+    content = bytearray()
+    for file in source_files(Path(sysconfig.get_paths()["stdlib"])):
+        content += file.read_bytes()
+        if len(content) >= STDLIB_BYTES:
             break
-    if not text:
-        raise ValueError(f"{root}: this Python comes without the source of its standard library")
-    return np.frombuffer(bytes(text[:TEXT_BYTES]), dtype=np.uint8)
+    return bytes(content[:STDLIB_BYTES])
 
 
 def source_files(root):
-    """List the .py files below `root` by relative path, without those that are skipped."""
+    """List the .py files below `root` in order of their relative paths, without what is skipped."""
     files = []
     for folder, subfolders, names in os.walk(root):
         # Assigned in place: os.walk then enters no other folder (site-packages alone may hold 100 000 files).

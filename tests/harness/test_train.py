@@ -115,7 +115,7 @@ def test_what_ranks_cannot_do_one_of_them_says_in_a_line():
 
 @pytest.mark.parametrize("args, message", [
     (["--timeout"], "--timeout: expected one argument"),
-    (["--data", "empty.txt"], "--data empty.txt: 0 bytes are too few, there must be 10000"),
+    (["--data", "empty.txt"], "empty.txt: 0 bytes are too few, there must be 10000"),
     (["--checkpoint", "empty.txt/a"], "Not a directory: 'empty.txt/a'")])
 def test_bad_input_is_one_line(args, message, tmp_path):
     """Start a rank without torchrun, which adds lines of its own. test_command_lines.py has more options."""
