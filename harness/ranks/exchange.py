@@ -1,19 +1,19 @@
 """Replaces gloo's reduce-scatter by one that sends what the formula says, and its all-gather by a faster one.
 
 gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather takes 1.5 times as
-long as the link: messages of more than 1 MiB are slow. All rows are measured with the functions below. They exchange
-pieces of at most 1 MiB, as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
+long as the link: messages of more than 1 MiB are slow. All rows are measured with the functions below, which exchange
+pieces as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
 """
 
 import contextlib
 import functools
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-PIECE_BYTES = 1 << 20  # gloo is fast up to 1 MiB a message and peer
+from stage4_overlap.transport import PIECE_BYTES, Exchange
+
 # torch before 2.13 has only the first of both names; FSDP2 calls the second, where there is one.
 SCATTERS = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
 GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
@@ -35,22 +35,27 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
         return native(output, input, op=op, group=group, async_op=async_op)
     if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise NotImplementedError("the exchange in place of gloo's reduce-scatter waits, and sums or averages")
-    rank = dist.get_rank(group)
-    d = dist.get_world_size(group)
+    transport = Exchange(group)
+    d = transport.world_size
     own_part = output.view(-1)  # (shard_numel,)
     parts = input.view(d, -1)  # (d, shard_numel)
     numel = max(1, PIECE_BYTES // input.itemsize)
-    pieces = [part.split(numel) for part in parts]  # pieces[rank][number]
-    # Pieces arrive in one of two buffers by turns: while a piece is added up, the next piece arrives.
+    pieces = list(zip(*(part.split(numel) for part in parts)))  # pieces[number][rank]
+    # Pieces arrive in two buffers by turns: while a piece is added up, the next piece arrives.
     buffers = input.new_empty(2, d, min(numel, own_part.numel()))
-    next_works = exchange(pieces, buffers, 0, rank, group)
+
+    def start(number):
+        """Exchange the pieces of a number. Returns the works, and what is added up then, by rank."""
+        piece_numel = pieces[number][0].numel()
+        return transport.exchange(pieces[number], buffers[number % 2, :, :piece_numel])
+
+    next_works, next_summands = start(0)
     for number, own_piece in enumerate(own_part.split(numel)):
-        works = next_works
-        next_works = exchange(pieces, buffers, number + 1, rank, group)
+        works, summands = next_works, next_summands
+        if number + 1 < len(pieces):
+            next_works, next_summands = start(number + 1)
         for work in works:
             work.wait()
-        summands = [*buffers[number % 2, :, : own_piece.numel()]]  # (d, numel of the piece), by rank
-        summands[rank] = pieces[rank][number]
         sum_into(own_piece, summands)
     if op == dist.ReduceOp.AVG:
         own_part /= d
@@ -72,47 +77,11 @@ def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
         return native(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
         raise NotImplementedError("the exchange in place of gloo's all-gather waits")
-    rank = dist.get_rank(group)
-    d = dist.get_world_size(group)
-    numel = max(1, PIECE_BYTES // input_tensor.itemsize)
-    parts = output_tensor.view(d, -1)
+    transport = Exchange(group)
+    parts = output_tensor.view(transport.world_size, -1)
     own_part = input_tensor.reshape(-1)
-    if own_part.data_ptr() != parts[rank].data_ptr():
-        parts[rank].copy_(own_part)
-    messages = [Message(piece, to, received, source)
-                for to, source in neighbours(rank, d)
-                for piece, received in zip(own_part.split(numel), parts[source].split(numel))]
-    for work in start(messages, group):
+    if own_part.data_ptr() != parts[transport.rank].data_ptr():
+        parts[transport.rank].copy_(own_part)
+    works, _ = transport.exchange([own_part] * transport.world_size, parts)
+    for work in works:
         work.wait()
-
-
-class Message(NamedTuple):
-    """A tensor that is sent to a rank of the group, and a tensor into which one is received from a rank."""
-    sent: torch.Tensor
-    to: int
-    received: torch.Tensor
-    source: int
-
-
-def exchange(pieces, buffers, number, rank, group):
-    """Send piece `number` of each other rank's part, if there is one, and receive this rank's. Returns the works."""
-    messages = []
-    for to, source in neighbours(rank, len(pieces)):
-        if number < len(pieces[to]):
-            sent = pieces[to][number]
-            messages.append(Message(sent, to, buffers[number % 2, source, : sent.numel()], source))
-    return start(messages, group)
-
-
-def neighbours(rank, d):
-    """Return [(to, source), …], the nearest first, so that ranks don't all send to the same one."""
-    return [((rank + distance) % d, (rank - distance) % d) for distance in range(1, d)]
-
-
-def start(messages, group):
-    """Send and receive Messages. Returns the works."""
-    operations = []
-    for message in messages:
-        operations.append(dist.P2POp(dist.isend, message.sent, group=group, group_peer=message.to))
-        operations.append(dist.P2POp(dist.irecv, message.received, group=group, group_peer=message.source))
-    return dist.batch_isend_irecv(operations) if operations else []
