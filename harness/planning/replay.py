@@ -225,8 +225,6 @@ def calibrated(rate, seconds, hardware, measured):
             low = middle
         else:
             high = middle
-    if abs(seconds(tried) / measured - 1) > 1e-3:
-        raise ValueError(f"no {rate} gives {measured:.3g} s: the model takes {seconds(tried):.3g} s")
     return tried
 
 

@@ -45,8 +45,6 @@ def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(argu
     (["train", "STAGE=3", "NPROC=256"], "-m harness.training.launch 256 stage3_gradbuffer/train.py"),
     (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.measuring.timeline --rows \"all\""),
     (["diff", "A=2"], "-m harness.publishing.stages diff 2 3"),
-    (["grade", "STAGE=stage4_overlap.optimizer"], "-m grade stage4_overlap.optimizer"),
-    (["show", "STAGE=0"], "show 0"),
     (["bench", "ARGS=--rows variants"], "bench.py --json measured/bench_variants.json --rows variants"),
     (["bench", "WHAT=network", "RATE=9gbit"],
      "-m harness.measuring.two_hosts --rate 9gbit --json measured/network_9gbit.json"),

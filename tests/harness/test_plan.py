@@ -135,9 +135,9 @@ def test_a_bucket_as_large_as_the_model_is_not_taken():
     assert planner.best_size("stage 4 bf16") == RowId("stage 4 bf16", 400)
 
 
-def test_a_rate_that_nobody_can_calibrate_is_an_error():
-    with pytest.raises(ValueError, match="no flops gives 1 s: the model takes 2 s"):
-        calibrated("flops", lambda hardware: 2.0, SLOW, 1.0)
+def test_a_rate_is_calibrated_by_a_measured_time():
+    found = calibrated("flops", lambda hardware: 5000 / hardware.flops, SLOW, 2.0)
+    assert found == SLOW._replace(flops=pytest.approx(2500))
 
 
 @pytest.mark.waits

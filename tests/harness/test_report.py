@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -42,16 +41,6 @@ def test_every_picture_agrees_with_its_json(name):
         assert re.findall(words, drawn) == re.findall(words, text), "run make report"
     else:
         assert drawn == text, "run make report"
-
-
-def test_pages_show_every_picture_in_two_themes():
-    names = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()
-    for path in (ROOT / name for name in names):
-        text = path.read_text(encoding="utf-8")
-        shown = re.findall(r'<img src="([^"]+)\.svg"', text)
-        pairs = re.findall(r'scheme: dark\)" srcset="([^"]+)_dark\.svg">\n<img src="([^"]+)\.svg"', text)
-        assert pairs == [(name, name) for name in shown] and not re.search(r"!\[.*\.svg", text), path.name
-        assert all((path.parent / f"{name}{theme}.svg").exists() for name in shown for theme in ("", "_dark"))
 
 
 def test_an_unknown_block_is_an_error_and_what_stands_between_marks_is_written_anew():

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from harness import STAGE_1, STAGE_2, STAGE_4
+from harness import STAGE_1, STAGE_4
 from harness.training import train
 from tests.checkpoint import flip_a_bit
 from tests.common import STAGES, on_ranks
@@ -105,12 +105,6 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_goes(rank):
 
 
 # -------------------------------------------------------------------------------------------------------- Bad input
-
-
-def test_what_ranks_cannot_do_one_of_them_says_in_a_line():
-    first, second = run_ranks(2, f"{STAGE_2}/train.py", *OPTIONS, "--data", "/nowhere")
-    assert (first.code, second.code) == (2, 2) and "No such file or directory: '/nowhere'" in first.stderr
-    assert [rank.stderr.count("error") for rank in (first, second)] == [1, 0]
 
 
 @pytest.mark.parametrize("args, message", [
