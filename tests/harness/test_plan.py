@@ -136,8 +136,8 @@ def test_a_bucket_as_large_as_the_model_is_not_taken():
 
 
 def test_a_rate_is_calibrated_by_a_measured_time():
-    found = calibrated("flops", lambda hardware: 5000 / hardware.flops, SLOW, 2.0)
-    assert found == SLOW._replace(flops=pytest.approx(2500))
+    found = calibrated("flops", lambda hardware: 5e9 / hardware.flops, SLOW, 2.0)
+    assert found == SLOW._replace(flops=pytest.approx(2.5e9))
 
 
 @pytest.mark.waits
