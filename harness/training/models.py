@@ -76,15 +76,13 @@ class GPT(nn.Module):
                 heads = param.data.unflatten(0, (3, self.config.n_heads, -1))  # (3, H, C/H, C)
                 param.data.copy_(heads.transpose(0, 1).flatten(0, 2))
 
-    def forward(self, tokens, targets=None):
-        """Take (B, T) int64 each. Returns logits (B, T, V), or with targets the mean loss in nats per byte, ()."""
+    def forward(self, tokens, targets):
+        """Take (B, T) int64 each. Returns the mean loss in nats per byte, ()."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
         for block in self.blocks:
             x = block(x)  # (B, T, C)
         logits = self.head(self.norm(x))  # (B, T, V)
-        if targets is None:
-            return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B T, V), (B T,) -> ()
 
 
