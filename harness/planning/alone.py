@@ -65,7 +65,7 @@ class Recorded(NamedTuple):
         return [event.n_bytes for event in self.events if event.kind == "all_gather"]
 
 
-WORKS_ALIVE = 64  # so many works stay referenced here: C++ crashes if Python drops a work too early
+WORKS_ALIVE = 64  # so many works stay referenced here: C++ loses a work that Python drops too early
 FP32_BYTES = 4
 
 
