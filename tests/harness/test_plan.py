@@ -49,7 +49,7 @@ def test_a_llama_has_as_many_parameters_as_its_name_says_and_ranks_that_share_la
     (RowId("ddp"), "tiny", 4, {("all_reduce", "backward", 4, 1)}, {("backward", 0)}),
     (RowId(rows.HYBRID_BF16, 2), "nano", 128,
      {("reduce_scatter", "backward", 64, 1), ("all_reduce", "step", 2, 64), ("all_gather", "step", 64, 1)},
-     {("step", 0), ("forward", 1)})], ids=str)
+     {("step", 0), ("forward", 1)})], ids=["stage 4", "ddp", "hybrid"])
 def test_when_messages_leave_among_which_ranks_and_when_they_are_waited_for(row_id, model, d, sent, waits):
     """`sent`: kind, phase, number of ranks, stride. `waits`: phase, and 1 for what the step before has sent."""
     recorded = alone.record(row_id, MODELS[model], d, COST)
