@@ -122,7 +122,7 @@ def test_a_result_is_printed_also_where_it_cannot_be_written(tmp_path, capsys):
     report = Report(Made("machine", "2", "abc", "today"), {"key": sheet})
     with full_disk(100), pytest.raises(ValueError, match="^--json .*: not written: File too large$"):
         save_and_show(path, report, fail)
-    assert "A table" in capsys.readouterr().out
+    assert "a row" in capsys.readouterr().out
     save_and_show(path, report, fail)
     assert from_json(path.read_text()) == report and f"written to {path}\n" in capsys.readouterr().out
 
