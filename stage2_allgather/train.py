@@ -16,11 +16,12 @@ from stage2_allgather import DistributedOptimizer
 
 
 def main():
+    rank = workload.connect()  # NCCL and one GPU per rank, or else gloo and the CPU
     args = workload.parse_args(__doc__)
-    rank = workload.connect(args.timeout)  # NCCL and one GPU per rank, or else gloo and the CPU
     model = workload.build_model(args, rank)
 
-    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr, weight_decay=0.1, fused=True)
+    optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr,
+                                     weight_decay=args.weight_decay, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
 
     run = workload.Run(args, rank, model, optimizer, scheduler)  # loads the newest checkpoint

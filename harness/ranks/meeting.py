@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -41,6 +42,8 @@ def connect(timeout_s=120):
     silence_torch()  # a guard does so, too, when it is built, but a bare core doesn't
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # torchrun, which may be killed and can't end its ranks then
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except ValueError as error:
@@ -110,10 +113,21 @@ WORKS = "works"  # what a rank writes into the store when it can communicate; or
 
 
 def can_communicate(me, store):
-    """Return whether a collective works on every rank's device in the default group. The ranks agree by `store`."""
+    """Return whether what the stages call works on every rank's device in the default group. Ranks agree by `store`."""
     try:
+        all_ones = torch.ones(me.world_size, device=me.device)
         n_ranks = torch.ones(1, device=me.device)
-        dist.all_reduce(n_ranks)
+        dist.all_reduce(all_ones)
+        dist.broadcast(all_ones, src=0)
+        dist.all_gather_into_tensor(all_ones, n_ranks)
+        dist.reduce_scatter_tensor(n_ranks, all_ones)
+        if me.world_size > 1:  # no rank sends to itself
+            next_rank = (me.number + 1) % me.world_size
+            previous_rank = (me.number - 1) % me.world_size
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, all_ones, next_rank),
+                                            dist.P2POp(dist.irecv, all_ones.clone(), previous_rank)])
+            for work in works:
+                work.wait()
         answer = WORKS if n_ranks.item() == me.world_size else f"a sum of ones is {n_ranks.item()}"
     except RuntimeError as refusal:
         answer = str(refusal)
@@ -206,16 +220,17 @@ def disconnect():
 
 
 def leave(code):
-    """Leave the process group together with all ranks, and end this rank with an exit code."""
-    disconnect()
+    """End this rank with an exit code, after it has left the process group if there is one."""
+    if dist.is_initialized():
+        disconnect()
     sys.exit(code)
 
 
 def is_rank_0():
-    return dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def on_all_ranks(function, mistakes):
+def on_all_ranks(function, mistakes=ValueError):
     """Return function(). If it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
 
     The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
@@ -226,8 +241,10 @@ def on_all_ranks(function, mistakes):
         result = function()
     except mistakes as mistake:
         error = str(mistake)
-    errors = [None] * dist.get_world_size()  # by rank
-    dist.all_gather_object(errors, error)
+    errors = [error]  # by rank
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
     failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
     if not failed_ranks:
         return result
@@ -239,6 +256,14 @@ def on_all_ranks(function, mistakes):
 
 
 # ------------------------------------------------------------------------------------ What a process asks of the system
+
+
+def end_with_parent():
+    """Ask Linux, in a child, for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
+    PR_SET_PDEATHSIG = 1
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def keep_freed_memory():

@@ -54,6 +54,16 @@ def source_files(root):
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
+def load_parts(path, sequence_length):
+    """Return (train, validation) of a text. Raises what `load_bytes` raises, and ValueError if a part is too short."""
+    text = load_bytes(path)
+    train, validation = split(text)
+    if len(validation) <= sequence_length:
+        raise ValueError(f"--data {path}: of {len(text)} bytes the last 10 % can't hold a sequence of "
+                         f"{sequence_length} bytes")
+    return train, validation
+
+
 def split(data):
     """Return (train, validation): the first 90 % and the last 10 % of `data`."""
     n_train = len(data) - round(len(data) * VALIDATION_PART)

@@ -53,6 +53,9 @@ PLANNED_MODELS = {**LLAMAS, **GPT2, **MODELS}  # all models that `make plan` cou
 
 PREEMPTED = 75  # a rank's exit code, os.EX_TEMPFAIL: it has saved, and is to be started again
 INTERRUPTED = 130  # a rank's exit code after Ctrl-C, when it has saved: 128 + the number of SIGINT, as in shells
+TIMEOUT_S = 600  # a rank waits so long for another rank
+SECONDS = number(float, 0.001, 10**6)
+NOT_NEGATIVE = number(float, 0, 10**6)
 
 
 def parse(parser, arguments=None):
@@ -61,17 +64,19 @@ def parse(parser, arguments=None):
     add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
+    add("--weight-decay", type=NOT_NEGATIVE, default=0.1, help="of AdamW (default %(default)s)")
     add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
     add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
-    add("--clip", type=number(float, 0, 10**6), default=0.0, help="largest gradient norm; 0 (default): no clipping")
+    add("--clip", type=NOT_NEGATIVE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help=f"save there, also on Ctrl-C or a signal (exit code {PREEMPTED}); go on "
         "from there")
     add("--save-every", type=COUNT, metavar="N", help="steps between two saves (default 100)")
     add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of the newest saves stay; 0: all (default 3)")
-    add("--timeout", type=number(float, 0.001, 10**6), default=600, metavar="SECONDS",
-        help="that a rank waits for another rank (default 600)")
+    add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
+        "(default %(default)s)")
     add("--data", type=Path, metavar="FILE", help="text to train on (default: the source of Python's standard library)")
 
     args = parser.parse_args(arguments)

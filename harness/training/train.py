@@ -1,5 +1,6 @@
 """Serves every train.py: its options, its model, and its run, with data, checkpoints, and what the reader is told."""
 
+import argparse
 import math
 import shutil
 import signal
@@ -12,25 +13,50 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from harness.ranks.command_line import Parser
-from harness.ranks.meeting import connect as connect
+from harness.ranks import meeting
 from harness.ranks.meeting import disconnect as disconnect
 from harness.ranks.meeting import is_rank_0, leave, on_all_ranks, side_group
 from harness.training import corpus, models, options
-from harness.training.options import INTERRUPTED, PREEMPTED
+from harness.training.options import INTERRUPTED, PREEMPTED, SECONDS, TIMEOUT_S
 
 STEPS_PER_LINE = 10  # a line with a loss comes after so many steps, and after the first and the last step
 CHECKPOINT_ERRORS = OSError, ValueError, checkpoint.CheckpointError  # the user reads them in one line
 
 
+def connect():
+    """Join the other ranks. Returns a Rank. If --timeout is wrong, parse_args will say so."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--timeout", type=SECONDS, default=TIMEOUT_S)
+    try:
+        known, _ = parser.parse_known_args()
+    except argparse.ArgumentError:
+        return meeting.connect(TIMEOUT_S)
+    return meeting.connect(known.timeout)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints on one rank what argparse would print on each."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help shows all options)")
+
+    def _print_message(self, message, file=None):
+        if is_rank_0():
+            super()._print_message(message, file)
+
+    def exit(self, status=0, message=None):
+        leave(status)
+
+
 def parse_args(description):
-    """Parse the command line. A mistake is one line and exit code 2, on each rank."""
-    return options.parse(Parser("train.py", description))
+    """Parse the command line. After a mistake rank 0 prints one line, and all ranks exit with 2."""
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return on_all_ranks(lambda: options.parse(parser))
 
 
 def build_model(args, rank):
     """Build the model of the command line on this rank's device, with the same weights on every rank and machine."""
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     return models.GPT(models.MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
 
 
@@ -62,9 +88,12 @@ class Run:
         self.args = args
         self.rank = rank
         self.model = model
-        text = on_all_ranks(lambda: corpus.load_bytes(args.data), (OSError, ValueError))
-        self.batches = corpus.Batches(text, args.batch_size, args.sequence_length, rank.number, rank.world_size,
-                                      device=rank.device)
+        train_text, validation_text = on_all_ranks(
+            lambda: corpus.load_parts(args.data, args.sequence_length), (OSError, ValueError))
+        self.batches = corpus.Batches(train_text, args.batch_size, args.sequence_length, rank.number, rank.world_size,
+                                      args.seed, rank.device)
+        self.validation = corpus.validation_batches(validation_text, args.batch_size, args.sequence_length,
+                                                    rank.number, rank.world_size, rank.device)
         self.checkpoints = Checkpoints(args, model, optimizer, scheduler)
         self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last line
 
@@ -79,6 +108,7 @@ class Run:
     def steps(self):
         """Yield the number of each step, for the caller to run the step. Print the loss, or save, when it is time."""
         self.say_conditions()
+        self.say(f"validation loss before: {self.evaluate():.4f}")
         first_step = self.checkpoints.first_step
         last = Line(first_step, time.perf_counter())
         for step in range(first_step, self.args.steps):
@@ -90,6 +120,7 @@ class Run:
                 self.say_loss(n_done, last)
                 last = Line(n_done, time.perf_counter())
             self.checkpoints.step_done(n_done)
+        self.say(f"validation loss after: {self.evaluate():.4f}")
 
     def say_loss(self, n_done, last):
         """Print the loss and the speed of the steps since the line `last`. Collective."""
@@ -103,6 +134,19 @@ class Run:
         width = len(str(args.steps))
         self.say(f"step {n_done:>{width}}/{args.steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  "
                  f"{seconds * 1000:,.1f} ms/step")
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Return the mean loss over the validation sequences of all ranks, in nats per byte. Collective."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)  # of losses, of sequences
+        for tokens, targets in self.validation:
+            loss = self.model(tokens, targets).double()
+            sums += torch.stack([loss * len(tokens), loss.new_tensor(len(tokens))])
+        dist.all_reduce(sums)
+        self.model.train()
+        loss_sum, n_sequences = sums.tolist()
+        return loss_sum / n_sequences
 
     def say_conditions(self):
         args = self.args
@@ -169,12 +213,13 @@ class Checkpoints:
             self.stop_signal = StopSignal(args.timeout)
 
     def _resume(self, path, scheduler):
-        """Load the checkpoint `path`, and go on with the command's lr and number of steps. Collective."""
+        """Load the checkpoint `path`, and go on by the command's settings. Collective."""
         extra = on_all_ranks(lambda: checkpoint.load(path, self.model, self.optimizer), CHECKPOINT_ERRORS)
         self.first_step = extra["step"]
         scheduler.last_epoch = self.first_step
         for group, factor in zip(self.optimizer.param_groups, scheduler.lr_lambdas):
             group["lr"] = self.args.lr * factor(self.first_step)
+            group["weight_decay"] = self.args.weight_decay
         if is_rank_0():
             print(f"resumed from {path}", flush=True)
 
