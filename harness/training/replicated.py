@@ -131,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, average_gradients=True,
                  **optimizer_kwargs):
         self.process_group, self.average_gradients = process_group, average_gradients
+        self._agreement_group = process_group  # which Chained asks each of its optimizers for
         self.grads_synced = False
         self.optimizer = optimizer_cls([{"params": []}], **optimizer_kwargs)
         self.optimizer.param_groups.clear()  # torch wants a group; `add_param_group` adds the real ones
