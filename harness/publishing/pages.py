@@ -235,10 +235,6 @@ CELLS = {
     "each_7b": (PLAN, "time", "stage 4 bf16", "each", ",.0f"),
     "once_70b": (PLAN_70B, "time", "stage 4 bf16", "once", ",.0f"),
     "each_70b": (PLAN_70B, "time", "stage 4 bf16", "each", ",.0f"),
-    "stage3_8": (BENCH, "model_state", "stage 3 float32/float32", "8", ".1f"),
-    "stage3_64": (BENCH, "model_state", "stage 3 float32/float32", "64", ".1f"),
-    "stage4_8": (BENCH, "model_state", "stage 4 float32/float32", "8", ".1f"),
-    "stage4_64": (BENCH, "model_state", "stage 4 float32/float32", "64", ".1f"),
     "ddp_2_5gbit": ("network_2.5gbit.json", "curve", "DDP, tuned buckets", "2.5gbit", ""),
     "gpu_over_ddp": (GPU_FILE, "overlap", "stage 4 overlap", "over_ddp", ".2f"),
 }
