@@ -46,8 +46,8 @@ def make_net(rank, how, dtype, seed, group):
 IN_32_BITS = {
     "plain torch": (None, ALL), "stage 1": (STAGE_1, [0, 1]), "stage 2": (STAGE_2, [1, 2, 3]),
     "stage 3": (STAGE_3, ALL), "stage 4": (STAGE_4, [1, 3]), "hybrid": ("variants.hybrid", ALL),
-    "muon": ("variants.muon", [0, 2, 3]), "offload": ("variants.offload", [2]),
-    "moments16": ("variants.moments16", ALL)}
+    "muon": ("variants.muon", [0, 2, 3]), "offload": ("variants.offload", [2]), "blocks": ("variants.blocks", [0, 3]),
+    "per_parameter": ("variants.per_parameter", [1, 2]), "moments16": ("variants.moments16", ALL)}
 IN_16_BITS = {
     "stage 3": (STAGE_3, [3]), "stage 4": (STAGE_4, [0, 1, 2]), "offload": ("variants.offload", [2, 3]),
     "remainder16": ("variants.remainder16", ALL)}
