@@ -159,17 +159,17 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_changed(rank, 
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=tmp_path / "recipe")
     assert said_by_all(refusal("recipe", model, optimizer)).endswith("its keys begin with model, optim")
 
-    model.register_buffer("spread", torch.zeros(1).expand(3))
-    checkpoint.save(tmp_path / "spread", model, optimizer)
-    line = refusal("spread", model, optimizer, checkpoint.UnfitModel)
-    assert "spread is expanded, so nothing can be copied into it" in line
-
     weight, bias = model[0].weight, model[0].bias
     weight_first = make_optimizer(STAGE_4, [{"params": [weight]}, {"params": [bias]}])
     checkpoint.save(tmp_path / "weight first", model, weight_first)
     bias_first = make_optimizer(STAGE_4, [{"params": [bias]}, {"params": [weight]}])
-    line = refusal("weight first", model, bias_first, checkpoint.CheckpointError)
+    line = refusal("weight first", model, bias_first)
     assert "0.bias was in parameter group 1, and is in 0 here" in line
+
+    model.register_buffer("spread", torch.zeros(1).expand(3))
+    checkpoint.save(tmp_path / "spread", model, bias_first)
+    line = refusal("spread", model, bias_first, checkpoint.UnfitModel)
+    assert "spread is expanded, so nothing can be copied into it" in line
 
 
 def test_what_a_disk_cannot_read_is_damaged(tmp_path, monkeypatch):

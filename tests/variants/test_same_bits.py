@@ -87,6 +87,7 @@ def test_a_rank_holds_a_partial_sum_for_each_level_of_its_tree(world_size, most)
         for _ in optimizer.own_leaves():
             weight.sum().backward()
             n_sums.append(len(bucket.partial_sums))
+        optimizer.step()
     assert max(n_sums) == most and n_sums[-1] == 0
 
 
