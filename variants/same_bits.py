@@ -182,8 +182,9 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
             raise ValueError(f"leaves is {self.leaves}: it must be a power of two, a multiple of {world_size} ranks")
         if self.average_over is not None:
             raise ValueError("variants/same_bits.py takes no average_over: it divides by the number of leaves")
-        for name in [name for name, param in named if hasattr(param, "placements")]:
-            raise ValueError(f"parameter {name} is a DTensor, and the order of its sums would depend on the mesh")
+        for name, param in named:
+            if hasattr(param, "placements"):
+                raise ValueError(f"parameter {name} is a DTensor, and the order of its sums would depend on the mesh")
         return super()._refuse(named)
 
     def move_to(self, process_group):
