@@ -30,8 +30,8 @@ ALL = [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------- kinds of models and optimizers
-# A table of kinds has: name -> (how it trains, its ranks of four). What a kind saves, any kind of its table loads.
-# The function before a table makes a model, and its optimizer on the ranks of `group`.
+# A table of kinds: name -> (how the kind trains, its ranks of four). What a kind saves, each kind of the table loads.
+# The function before a table makes a model, and its optimizer on the ranks of `group`. `how` is from the table.
 
 
 def make_net(rank, how, dtype, seed, group):
@@ -79,6 +79,7 @@ class Case(NamedTuple):
 CASES = [Case(make_net, IN_32_BITS, F32), Case(make_net, IN_16_BITS, BF16), Case(make_net, IN_16_BITS, FP16),
          Case(make_block, MESHES_AND_NONE, F32), Case(make_block, MESHES, BF16)]
 
+
 # ------------------------------------------------------------------------------------------ saving and loading a kind
 
 
@@ -121,7 +122,10 @@ def load_by_torch(path, model, optimizer, group=None, options=None):
 
 
 def save_and_load_each(rank, case, folder, options=None):
-    """Save each kind. Let it load that, and what the kind before it has saved: all bits are there, and it trains on."""
+    """Save each kind. Then each kind loads what it has saved itself, and what the kind before it has saved.
+
+    All bits are there, and training goes on.
+    """
     groups = {name: dist.new_group(ranks) for name, (_, ranks) in case.kinds.items()}
     contents = {}  # name of a kind -> what it has saved
     for name, (how, ranks) in case.kinds.items():
@@ -142,9 +146,9 @@ def save_and_load_each(rank, case, folder, options=None):
                 load_by_torch(folder / source, model, optimizer, groups[target], options)
                 loaded = content(model, optimizer)
                 assert loaded.keys() == contents[source].keys()
-                for name, tensor in loaded.items():
-                    is_rounded = "moments16" in (source, target) and "exp_avg" in name
-                    assert is_rounded or equal(tensor, contents[source][name]), name
+                for key, tensor in loaded.items():
+                    is_rounded = "moments16" in (source, target) and "exp_avg" in key
+                    assert is_rounded or equal(tensor, contents[source][key]), key
                 take_steps(model, optimizer, [2])
         dist.barrier()
 
