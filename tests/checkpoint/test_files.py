@@ -94,10 +94,10 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
 @on_ranks(2)
 def test_unlike_experts_of_one_name_are_not_saved(rank, tmp_path):
     """Without this error DCP would keep the expert of one rank. tests/pages/test_experts.py saves and loads experts."""
-    group_of_each = [dist.new_group([0]), dist.new_group([1])]
+    own_group, _ = dist.new_subgroups(group_size=1)
     model = nn.ModuleDict({"dense": nn.Linear(4, 4), "expert": nn.Linear(4, 4)})
     optimizer = Chained(
         make_optimizer(STAGE_4, model["dense"].parameters()),
-        make_optimizer(STAGE_4, model["expert"].parameters(), process_group=group_of_each[rank.number]))
+        make_optimizer(STAGE_4, model["expert"].parameters(), process_group=own_group))
     line = error_of(lambda: checkpoint.save(tmp_path / "never", model, optimizer), checkpoint.UnfitModel)
     assert "each expert needs a name of its own" in said_by_all(line) and not (tmp_path / "never").exists()

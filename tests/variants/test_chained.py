@@ -65,12 +65,12 @@ def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
 
     The mean gradient of `dense` is 1.5; those of the two experts are 0.5 and 1. Each has four elements.
     """
-    expert_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    expert_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     number_of_expert = rank.number % 2
     dense = torch.nn.Parameter(torch.ones(4))
     expert = torch.nn.Parameter(torch.ones(4))
     of_dense = sgd_of("tests.variants.on_pairs", [dense])
-    of_expert = sgd_of(STAGE_4, [expert], process_group=expert_groups[number_of_expert], average_over=dist.group.WORLD)
+    of_expert = sgd_of(STAGE_4, [expert], process_group=expert_group, average_over=dist.group.WORLD)
     chain = Chained(of_dense, of_expert)
 
     def closure():

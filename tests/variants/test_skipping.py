@@ -38,10 +38,10 @@ class Model(nn.Module):
         return self.expert(self.dense(x))
 
 
-def group_of_expert(rank):
+def group_of_expert():
     """Return the process group of the ranks that have the same expert as this rank of four."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return groups[rank % 2]
+    own_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    return own_group
 
 
 # An arrangement returns a model, and its optimizer or a Chained. `make`: function params -> optimizer.
@@ -61,8 +61,7 @@ def with_experts(rank, make):
     """Two experts, for two ranks each."""
     model = Model(expert_number=rank % 2)
     of_dense = make(model.dense.named_parameters())
-    of_expert = make(model.expert.named_parameters(), process_group=group_of_expert(rank),
-                     average_over=dist.group.WORLD)
+    of_expert = make(model.expert.named_parameters(), process_group=group_of_expert(), average_over=dist.group.WORLD)
     return model, Chained(of_dense, of_expert)
 
 
@@ -203,7 +202,7 @@ def test_grad_scaler_takes_no_optimizer_that_does_not_decide_alone(rank, stage, 
     """An inf in it would be known to its own ranks alone, and their scale would part from that of the others."""
     model = Model(expert_number=rank.number % 2)
     of_dense = sgd_of(stage, model.dense.parameters())
-    of_expert = sgd_of(stage, model.expert.parameters(), process_group=group_of_expert(rank.number),
+    of_expert = sgd_of(stage, model.expert.parameters(), process_group=group_of_expert(),
                        average_over=dist.group.WORLD)
     if how != "experts by themselves":
         chain = Chained(of_dense, of_expert)
