@@ -43,9 +43,11 @@ class ShardedOptimizer(OverlapOptimizer):
         group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
         params = list(self.is_finite)  # the same on each rank, and in the same order
         ranks = dist.get_process_group_ranks(group)
-        flags = gather(torch.stack([*self.is_finite.values()]).to(torch.uint8), group)
+        own_flags = torch.stack([*self.is_finite.values()]).to(torch.uint8)
         self.is_finite = {}
-        if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (flags == 0).nonzero()]:
+        bad_places = (gather(own_flags, group) == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
+        if bad_places:
+            bad = [f"{name_of(params[place], self.param_groups)} on rank {ranks[rank]}" for rank, place in bad_places]
             self.zero_grad()
             raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
 
