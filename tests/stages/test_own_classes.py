@@ -56,16 +56,6 @@ def assign_data(self, param, lr):
     param.data = param.data - lr * param.grad
 
 
-def assign_data_late(self, param, lr):
-    """Lookahead: every second step goes back half of the way, to a copy."""
-    Own.step_one(self, param, lr)
-    state = self.state[param]
-    slow = state.setdefault("slow", param.clone())
-    state["n"] = state.get("n", 0) + 1
-    if state["n"] % 2 == 0:
-        param.data = (param.data + slow) / 2
-
-
 def list_params(self):
     listed = Own.params(self)
     self.params = lambda: listed
@@ -118,7 +108,6 @@ KINDS = {
     "p.grad = …": own(step_one=assign_grad),
     "p.grad = None": DROPS_GRADS,
     "p.data = …": own(step_one=assign_data),
-    "p.data = … in some steps": own(step_one=assign_data_late),
     "parameters listed in the constructor": own(prepare=list_params),
     "parameters copied in the constructor": own(prepare=list_copies, step_one=step_from_copy),
     "attributes read in the constructor": own(prepare=read_attributes, step_one=step_by_attribute),
