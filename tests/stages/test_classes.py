@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from guard.chained import Chained
@@ -138,20 +139,33 @@ def test_a_method_of_a_class_behind_a_mixin_can_be_patched_before_there_is_an_in
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_a_chain_has_what_an_optimizer_has(rank, stage):
-    """Prefetch, step with a closure, ask for a finite norm, and be refused when adding a group."""
-    model = nn.ParameterList([parameter_of(1, rank), parameter_of(1, rank)])
-    chain = Chained(sgd_of(stage, [model[0]]), sgd_of(stage, [model[1]]))
+def test_a_chain_has_what_an_optimizer_has_also_on_a_rank_that_lacks_an_expert(rank, stage):
+    """Prefetch, clip, step with a closure, ask for a finite norm, and be refused when adding a group.
+
+    Rank 0 alone has an expert. On both ranks the norm is that of 4 gradients of 3 and 9 gradients of 4.
+    """
+    group = dist.new_group([0])
+    shared = parameter_of(3, rank, n=4)
+    expert = parameter_of(4, rank, n=9)
+    model = nn.ParameterList([shared, expert])
+    optimizers = [sgd_of(stage, [shared])]
+    if rank.number == 0:
+        optimizers.append(sgd_of(stage, [expert], process_group=group))
+    chain = Chained(*optimizers)
     module_hooks = chain.prefetch_params(model)
     assert len(module_hooks) == (1 if stage == STAGE_4 else 0)
 
     def closure(factor=1.0):
-        (factor * (model[0].sum() + model[1].sum())).backward()
+        (factor * (3 * shared.sum() + 4 * expert.sum())).backward()
         return float(rank.number)
 
+    closure()
+    norm = chain.clip_grad_norm_(1e-3).item()
+    assert norm == pytest.approx((4 * 3**2 + 9 * 4**2) ** 0.5, rel=1e-6)
+    chain.zero_grad()
     assert chain.step(closure) == 0.5
     chain.finish_param_sync()
-    assert model[0].eq(0).all() and model[1].eq(0).all()
+    assert shared.eq(0).all()
     chain.zero_grad()
     closure(torch.inf)
     error = error_of(lambda: chain.clip_grad_norm_(1.0, error_if_nonfinite=True))

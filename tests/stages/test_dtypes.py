@@ -14,7 +14,7 @@ from harness import STAGE_3, STAGE_4, STAGES
 from harness.planning.alone import STATES, record
 from harness.training.options import SPECS
 from stage3_gradbuffer import DistributedOptimizer
-from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
+from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of
 from tests.pairs import ADAMW, sgd_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -107,16 +107,15 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, stage):
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.parametrize("d", [2, 64])
 @pytest.mark.parametrize("name, row_id, formula", STATES)
-def test_bytes_a_parameter_are_those_of_the_formula(name, row_id, formula):
+def test_bytes_a_parameter_are_those_of_the_formula(name, row_id, formula, d):
     """Stage 4 holds two bucket buffers besides: b."""
-    for d in (2, 64):
-        with situation((name, d)):
-            counted = record(row_id, SPECS["tiny"], d)
-            b = counted.held["buffers"] / counted.numel
-            expected = eval(formula, {"d": d, "b": b})
-            assert sum(counted.held.values()) / counted.numel == pytest.approx(expected, rel=0.01)
-            assert (b > 0) == name.startswith("stage 4")
+    counted = record(row_id, SPECS["tiny"], d)
+    b = counted.held["buffers"] / counted.numel
+    expected = eval(formula, {"d": d, "b": b})
+    assert sum(counted.held.values()) / counted.numel == pytest.approx(expected, rel=0.01)
+    assert (b > 0) == name.startswith("stage 4")
 
 
 # ------------------------------------------------------------------------------------------- the buffer and its users

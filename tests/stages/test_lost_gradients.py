@@ -219,32 +219,23 @@ def test_ranks_of_which_some_drop_gradients_are_an_error_on_every_rank(rank, n_l
 
 @on_ranks(set_to_none=[True, False], by=["optimizer", "module"])
 def test_an_unused_parameter_has_zeros_or_nothing_as_zero_grad_left_it(rank, stage, set_to_none, by):
-    """Step as torch does, where momentum and decay move a parameter by a gradient of zeros, and not by None.
+    """A step by a gradient of zeros halves a parameter, because of weight decay; without a gradient nothing changes.
 
     Stage 3 has no None: its missing gradients are zeros.
     """
-    own = nn.ParameterList([parameter_of(1, rank) for _ in range(3)])
-    plain = nn.ParameterList([parameter_of(1, rank) for _ in range(3)])
-    settings = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "foreach": False}
-    own_settings = {"find_unused_parameters": True} if stage == STAGE_4 else {}
-    optimizer = optimizer_of(stage)(own, torch.optim.SGD, **settings, **own_settings)
-    reference = torch.optim.SGD(plain, **settings)
-    owners = [optimizer, reference] if by == "optimizer" else [own, plain]
-
-    def zero_grad():
-        for owner in owners:
-            owner.zero_grad(set_to_none=set_to_none)
-
-    for number, used in enumerate([[0, 1], [0], [1], [0, 1], [], [1]]):
-        for index in used:
-            own[index].sum().backward()
-            plain[index].sum().backward()
-        if number == 3:
-            zero_grad()  # and step what zero_grad() leaves
-        for param in plain:
-            if stage == STAGE_3 and param.grad is None:
-                param.grad = torch.zeros_like(param)
-        optimizer.step()
-        reference.step()
-        zero_grad()
-    torch.testing.assert_close(list(own), list(plain))
+    used, unused = parameter_of(1, rank), parameter_of(1, rank)
+    arguments = {"find_unused_parameters": True} if stage == STAGE_4 else {}
+    optimizer = sgd_of(stage, [used, unused], weight_decay=0.5, **arguments)
+    owner = optimizer if by == "optimizer" else nn.ParameterList([used, unused])
+    factor = 1.0 if set_to_none and stage != STAGE_3 else 0.5
+    (used.sum() + unused.sum()).backward()
+    optimizer.step()
+    owner.zero_grad(set_to_none=set_to_none)
+    used.sum().backward()
+    optimizer.step()
+    owner.zero_grad(set_to_none=set_to_none)
+    assert used.eq(-1.25).all() and unused.eq(-0.5 * factor).all()
+    (used.sum() + unused.sum()).backward()
+    owner.zero_grad(set_to_none=set_to_none)
+    optimizer.step()
+    assert used.eq(-1.25 * factor).all() and unused.eq(-0.5 * factor * factor).all()

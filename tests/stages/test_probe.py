@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guard.probe import PHASES, check_elementwise, check_one_by_one
 from guard.schema import schema_of
@@ -78,10 +77,6 @@ def factor_where_large(self, param, grad):
     return grad / square.sqrt()
 
 
-def decay_matrices(self, param, grad):
-    return grad + 0.1 * param if param.ndim > 1 else grad
-
-
 def centralize_convolutions(self, param, grad):
     return grad - grad.mean(dim=(1, 2, 3), keepdim=True) if param.ndim == 4 else grad
 
@@ -110,8 +105,7 @@ TOGETHER = {
 }
 WHOLE = {  # each steps one by one
     "timm's Adafactor: second moments are factored where both dimensions are large": changed(rule=factor_where_large),
-    "what is one-dimensional isn't decayed: so are shards": changed(rule=decay_matrices),
-    "gradient centralization, of convolutions only": changed(rule=centralize_convolutions),
+    "gradient centralization, of convolutions only: shards are one-dimensional": changed(rule=centralize_convolutions),
     "a decision for a whole tensor, by looking at the data": changed(rule=decay_if_large),
 }
 BLOCKS = {
@@ -193,13 +187,10 @@ def test_an_optimizer_that_matches_plain_training_is_taken(rank, stage):
 # ------------------------------------------------------------------------------------------------------ errors in there
 
 
-@pytest.mark.parametrize("optimizer_cls, kwargs, error, words", [
-    (torch.optim.LBFGS, {}, ValueError, "LBFGS fails in a trial .*missing 1 required positional argument: 'closure'"),
-    (torch.optim.SGD, {"momentun": 0.9}, TypeError, "unexpected keyword argument 'momentun'"),  # torch's own
-])
-def test_an_error_inside_the_trial_is_shown(stage, optimizer_cls, kwargs, error, words):
-    with pytest.raises(error, match=words):
-        build(stage, optimizer_cls, **kwargs)
+def test_an_error_inside_the_trial_is_shown(stage):
+    words = "LBFGS fails in a trial .*missing 1 required positional argument: 'closure'"
+    with pytest.raises(ValueError, match=words):
+        build(stage, torch.optim.LBFGS)
 
 
 def of_python():
@@ -240,17 +231,14 @@ def counting(n_elements):
 
 
 def test_the_trial_is_short_and_leaves_no_trace(stage):
-    """Were each group a kind of its own, there would be five times as many steps."""
+    """Were each group a kind of its own, there would be five times as many steps.
+
+    That the trial calls no hooks is in test_users.py.
+    """
     groups = [{"params": [param], "lr": 0.001 * n} for n, param in enumerate(model_of_all())]  # one kind; an lr is 0
     n_elements = []
-    hook_calls = []
     random_state = torch.get_rng_state()
-    hook = register_optimizer_step_pre_hook(lambda *_: hook_calls.append(1))
-    try:
-        build(stage, counting(n_elements), groups)
-    finally:
-        hook.remove()
-    assert not hook_calls
+    build(stage, counting(n_elements), groups)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert 100 < len(n_elements) < 300 and sum(n_elements) < 4_000_000
 
@@ -264,17 +252,16 @@ def test_the_trial_is_on_the_device_of_the_parameters(check):
 
 
 def test_who_builds_many_alike_waits_for_one_trial(stage):
-    """Try other arguments and other groups anew; and refuse again what was refused."""
+    """Try other arguments anew; and refuse again what was refused."""
     n_elements = []
     optimizer_cls = counting(n_elements)
 
-    def is_tried(params=None, **kwargs):
+    def is_tried(**kwargs):
         n_elements.clear()
-        build(stage, optimizer_cls, params, **kwargs)
-        return bool(n_elements)
+        build(stage, optimizer_cls, **kwargs)
+        return len(n_elements) > 0
 
     assert [is_tried(), is_tried(), is_tried(mine=1)] == [True, False, True]
-    assert is_tried([{"params": [nn.Parameter(torch.ones(2, 2))], "mine": 2}], mine=1)
     for _ in range(2):
         with pytest.raises(ValueError, match="Changed"):
             build(stage, TOGETHER["D-Adaptation, Prodigy"])
