@@ -4,8 +4,6 @@ Two replicas of the model train on different batches. Each replica is cut over t
 losses of DDP, with a shared embedding and after a stop, is in tests/harness/test_train.py.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +15,7 @@ from stage4_overlap import DistributedOptimizer
 from stage4_overlap.awaited import Awaited
 from stage4_overlap.dtensor import local
 from tests import common
-from tests.common import error_of, no_sync_if, on_ranks, optimizer_of, situation
+from tests.common import error_of, no_sync_if, on_ranks, optimizer_of
 from tests.pairs import SMALL, deliver_when_asked
 
 
@@ -119,8 +117,8 @@ def test_what_is_written_into_16_bit_dtensors_is_not_undone(rank):
     with torch.no_grad():
         for param in model.parameters():
             local(param).fill_(3)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 2)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2)
     optimizer.step()
     assert all(whole(param).eq(1).all() for param in model.parameters())
 
@@ -135,7 +133,7 @@ def test_whoever_reads_a_dtensor_waits_for_it(rank):
         optimizer.step()
         optimizer.zero_grad()
         param = model.up.weight
-        assert isinstance(param, Awaited) and param.shape == (12, 8)
+        assert isinstance(param, Awaited)
         first = getattr(param, method)().detach().clone()
         optimizer.finish_param_sync()
         assert type(param) is DTensor and torch.equal(first, getattr(param, method)())
@@ -164,14 +162,12 @@ def test_what_it_can_not_do_is_said_in_one_line(rank):
     model, optimizer = build(rank)
     named = list(model.named_parameters())
     of_neighbour = of_all_ranks(optimizer.state_dict())[rank.number ^ 1]
-    for words, function in {
-        "parameter first.weight is spread over ranks of process_group already": lambda: DistributedOptimizer(named),
-        "parameter first.weight is a DTensor: use stage 4": functools.partial(optimizer_of(STAGE_3), named),
-        "save with torch.distributed.checkpoint, which cuts states for other ranks":
-            lambda: optimizer.load_state_dict(of_neighbour),
-    }.items():
-        with situation(words):
-            assert words in error_of(function, ValueError)
+    error = error_of(lambda: DistributedOptimizer(named), ValueError)
+    assert "parameter first.weight is spread over ranks of process_group already" in error
+    error = error_of(lambda: optimizer_of(STAGE_3)(named), ValueError)
+    assert "parameter first.weight is a DTensor: use stage 4" in error
+    error = error_of(lambda: optimizer.load_state_dict(of_neighbour), ValueError)
+    assert "save with torch.distributed.checkpoint, which cuts states for other ranks" in error
 
 
 @on_ranks(4)

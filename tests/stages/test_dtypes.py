@@ -45,7 +45,7 @@ CASES = [*(Case(stage, after_unscale) for stage in STAGES[:3] for after_unscale 
 
 def scaler_of(rank, scale):
     """Return a GradScaler that begins with `scale`. A scaler of 1 does nothing."""
-    return torch.amp.GradScaler(rank.device.type, init_scale=scale, growth_interval=1000, enabled=scale != 1)
+    return torch.amp.GradScaler(rank.device.type, init_scale=scale, enabled=scale != 1)
 
 
 def train_under(scaler, rank, case, steps):
