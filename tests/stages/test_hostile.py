@@ -1,7 +1,7 @@
 """Hostile input: steps out of turn, gradients in odd forms, ranks that disagree, optimizers that can't be cut.
 
-Each is what replicated training with plain torch makes of it, or the same error on every rank: one line that names the
-parameter, before anything is changed, after which training can go on. What the constructor refuses is in test_contract.
+A stage does what plain torch does, or raises the same error on every rank. The error is one line that names the
+parameter. It comes before anything changes, and training can go on. What the constructor refuses is in test_contract.py.
 """
 
 import copy
@@ -17,9 +17,9 @@ from tests.pairs import Pair, assert_same, backward, parameter_of, sgd_of
 FINDS_UNUSED = {"find_unused_parameters": True}  # of stage 4
 
 
-# b: backward, s: step, z: zero_grad, c: clip, +: add_param_group. A large letter is a call that stage 4 refuses, unless
-# it looks for unused parameters. -> where the parameter arrives in stages 1 and 2, in stage 3, and in stage 4
-SCRIPTS = {
+# A letter is a call. b: backward, s: step, z: zero_grad, c: clip, +: add_param_group. Stage 4 refuses a call with a large
+# letter, unless the optimizer looks for unused parameters.
+SCRIPTS = {  # -> value of the parameter in the end, in stages 1 and 2, in stage 3, and in stage 4
     "S bs": (-1, -1, -1),
     "bsS bs": (-4, -2, -2),
     "bzS zzbs": (-1, -1, -1),
@@ -35,10 +35,10 @@ REFUSALS = {"+": "add_param_group() between backward() and step()",
 @pytest.mark.parametrize("stage, finds_unused", [*((stage, False) for stage in STAGES), (STAGE_4, True)])
 @on_ranks(script=SCRIPTS)
 def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script):
-    """Call methods in an odd order. Each backward pass adds a gradient of 1, and a step subtracts what there is.
+    """Call methods in an odd order. Each backward pass adds a gradient of 1, and a step subtracts the gradient.
 
-    `step` keeps the gradients in stages 1 and 2, as torch does; in stage 3 it sets them to zero, in stage 4 to None.
-    Stage 4 never adds a group between backward and step.
+    `step` keeps the gradients in stages 1 and 2, as torch does. In stage 3 `step` sets them to zero, in stage 4 to None.
+    Stage 4 always refuses to add a group between backward and step.
     """
     weight = parameter_of(0, rank)
     added = parameter_of(0, rank)
@@ -66,7 +66,7 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
 
 @on_ranks(2)
 def test_backward_after_gradients_are_averaged(rank, stage):
-    """What is added to averaged gradients is averaged with them; stage 3, which has only a shard of them, refuses.
+    """Stages 1, 2 and 4 average the later gradient and add it. Stage 3 refuses: it has only a shard of the first average.
 
     The parameter is frozen while the constructor registers hooks.
     """
@@ -90,8 +90,10 @@ def test_backward_after_gradients_are_averaged(rank, stage):
 
 @on_ranks(norm_type=[2.0, torch.inf], spoilt=[0, 1])
 def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank(rank, stage, norm_type, spoilt):
-    """Spoil one of two gradients on the last rank: the first rank has a shard of the one, and the last of the other. A
-    collective's maximum may lose either. As in torch all parameters are nan then."""
+    """Spoil one of two gradients on the last rank. As in torch, the norm is nan, and after a step all parameters are nan.
+
+    The shard with the nan is on the first rank or on the last rank, because a maximum over the ranks may lose a nan.
+    """
     params = [parameter_of(0, rank, n=64), parameter_of(0, rank, n=64)]
     optimizer = sgd_of(stage, params)
     for param in params:
@@ -103,7 +105,7 @@ def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank(rank, stage, norm_ty
     assert all(param.isnan().all() for param in params)
 
 
-FORMS = {  # of a gradient that is assigned on the last rank
+FORMS = {  # of a gradient that is assigned on rank 1
     "expanded": lambda grad: grad[:1, :1].expand_as(grad),
     "transposed": lambda grad: grad.t().contiguous().t(),
     "sparse": lambda grad: grad.to_sparse(),
@@ -114,10 +116,12 @@ FORMS = {  # of a gradient that is assigned on the last rank
 
 @on_ranks(form=FORMS, before_there_is_an_optimizer=[False, True])
 def test_gradients_assigned_by_hand_in_any_layout(rank, stage, form, before_there_is_an_optimizer):
-    """Assign gradients to param.grad, before the constructor or after it: their mean is stepped."""
+    """Assign gradients to param.grad, before the constructor or after it: a step subtracts their mean."""
     numbers = torch.arange(24.0, device=rank.device).view(4, 6)
-    grads = [numbers * (number + 1) for number in range(rank.world_size)]  # of each rank
-    grads[-1] = FORMS[form](grads[-1])
+    grads = []  # of each rank
+    for number in range(rank.world_size):
+        grad = numbers * (number + 1)
+        grads.append(FORMS[form](grad) if number == 1 else grad)
     weight = torch.nn.Parameter(torch.zeros_like(numbers))
     weight.grad_dtype = None  # lets a gradient have another dtype
     if before_there_is_an_optimizer:
@@ -132,9 +136,10 @@ def test_gradients_assigned_by_hand_in_any_layout(rank, stage, form, before_ther
 
 @on_ranks(2, after=["backward", "averaging"])
 def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, after):
-    """Assign b.grad. After backward only rank 1 does so: stage 4 has sent what was there. Else both ranks do so.
+    """Assign b.grad on rank 1 after backward, or on both ranks after gradients were averaged. The mean of b.grad is 2.
 
-    test_stages.py has gradients that are assigned in time.
+    It is too late for stage 4, which has sent the gradient of backward, and for stage 3 after averaging. test_stages.py
+    has gradients that are assigned in time.
     """
     a = parameter_of(0, rank)
     b = parameter_of(0, rank)
@@ -155,7 +160,7 @@ def test_gradients_assigned_after_others_count_or_are_an_error(rank, stage, afte
 
 @on_ranks(2)
 def test_an_optimizer_is_not_copied_but_its_model_is(rank, stage):
-    """Copy the model while it has hooks and parameters are under way: the copy trains for itself."""
+    """Copy the model while it has hooks and parameters are under way: a copy keeps its values and its gradients."""
     pair = Pair(rank, stage, prefetch=stage == STAGE_4)
     pair.train(0)
     model, reference = pair.models
@@ -168,7 +173,7 @@ def test_an_optimizer_is_not_copied_but_its_model_is(rank, stage):
     for model_copy in copies:
         assert_same(model_copy, expected, exact=True)
         backward(model_copy, rank, 1)
-        assert all(param.grad is not None for param in trainable(model_copy))  # the optimizer has taken no gradient
+        assert all(param.grad is not None for param in trainable(model_copy))
 
 
 def matrices(model):

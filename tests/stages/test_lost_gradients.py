@@ -38,6 +38,8 @@ KINDS = {
 
 
 class Critic(nn.Sequential):
+    """Two layers that take inputs of any dtype."""
+
     def __init__(self, seed):
         torch.manual_seed(seed)
         super().__init__(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
@@ -68,12 +70,13 @@ def step(pair):
 
 
 def drop(pair):
+    """Call zero_grad() of the model. In the reference the optimizer drops the gradients, of main parameters too."""
     pair.model.zero_grad()
     pair.replicated.optimizer.zero_grad()
 
 
 def gan(pair):
-    """Add the gradients of the generator's backward pass to those of the critic's, which a step has left."""
+    """Step without zero_grad(), and run a second backward pass, as the generator's is. Then drop all gradients."""
     for number in range(3):
         drop(pair)
         pair.backward(number)
@@ -83,8 +86,7 @@ def gan(pair):
 
 
 def drop_micro_batches(pair):
-    """Drop two micro-batches that were sent and one that was not, and one more. The last one counts in the next step.
-    """
+    """Drop two micro-batches that were sent and one that was not, and one more. The last micro-batch counts."""
     pair.backward(0, 1)
     with pair.optimizer.no_sync():
         pair.backward(2)
@@ -155,7 +157,7 @@ def test_a_loop_with_zero_grad_of_the_model_is_that_of_torch(rank, kind, loop):
 
 @on_ranks(2)
 def test_the_leaves_of_same_bits_are_counted_anew(rank):
-    """Drop one of two leaves, before it was sent; then both. Each step has two of them, of 1, on each rank."""
+    """Drop one leaf of this rank before the first step, and two before the second. Then compute two leaves of 1."""
     weight = parameter_of(0, rank)
     optimizer = sgd_of("variants.same_bits", [weight], leaves=4)
     for n_dropped in (1, 2):
@@ -200,7 +202,7 @@ def test_a_part_of_what_was_sent_cannot_be_dropped(rank, stage):
 
 @on_ranks(n_later=[0, 1])
 def test_ranks_of_which_some_drop_gradients_are_an_error_on_every_rank(rank, n_later):
-    """Also where they run another backward pass, over more buckets than may be under way, before the step."""
+    """Rank 0 drops them. Then all ranks step, or first run another backward pass, which sends more buckets."""
     module, optimizer = two_layers(rank, STAGE_4, find_unused_parameters=True)
     backward(module)
     if rank.number == 0:
@@ -214,12 +216,12 @@ def test_ranks_of_which_some_drop_gradients_are_an_error_on_every_rank(rank, n_l
     assert all(param.eq(-1).all() for param in module.parameters())
 
 
-# ------------------------------------------------------------------------------------------------ what torch does else
+# ---------------------------------------------------------------------------------------------- what zero_grad() leaves
 
 
 @on_ranks(set_to_none=[True, False], by=["optimizer", "module"])
 def test_an_unused_parameter_has_zeros_or_nothing_as_zero_grad_left_it(rank, stage, set_to_none, by):
-    """A step by a gradient of zeros halves a parameter, because of weight decay; without a gradient nothing changes.
+    """With a gradient of zeros a step halves the parameter, by weight decay. Without a gradient nothing changes.
 
     Stage 3 has no None: its missing gradients are zeros.
     """
@@ -227,12 +229,12 @@ def test_an_unused_parameter_has_zeros_or_nothing_as_zero_grad_left_it(rank, sta
     arguments = {"find_unused_parameters": True} if stage == STAGE_4 else {}
     optimizer = sgd_of(stage, [used, unused], weight_decay=0.5, **arguments)
     owner = optimizer if by == "optimizer" else nn.ParameterList([used, unused])
-    factor = 1.0 if set_to_none and stage != STAGE_3 else 0.5
+    factor = 1.0 if set_to_none and stage != STAGE_3 else 0.5  # what a step without a new gradient multiplies by
     (used.sum() + unused.sum()).backward()
-    optimizer.step()
+    optimizer.step()  # 1 - (1 + 0.5) = -0.5
     owner.zero_grad(set_to_none=set_to_none)
     used.sum().backward()
-    optimizer.step()
+    optimizer.step()  # -0.5 - (1 - 0.25) = -1.25
     owner.zero_grad(set_to_none=set_to_none)
     assert used.eq(-1.25).all() and unused.eq(-0.5 * factor).all()
     (used.sum() + unused.sum()).backward()
