@@ -1,7 +1,7 @@
 """Hostile input: steps out of turn, gradients in odd forms, ranks that disagree, optimizers that can't be cut.
 
 A stage does what plain torch does, or raises the same error on every rank. The error is one line that names the
-parameter. It comes before anything changes, and training can go on. What the constructor refuses is in test_contract.py.
+parameter. Nothing has changed by then, and training can go on. What the constructor refuses is in test_contract.py.
 """
 
 import copy
@@ -17,8 +17,8 @@ from tests.pairs import Pair, assert_same, backward, parameter_of, sgd_of
 FINDS_UNUSED = {"find_unused_parameters": True}  # of stage 4
 
 
-# A letter is a call. b: backward, s: step, z: zero_grad, c: clip, +: add_param_group. Stage 4 refuses a call with a large
-# letter, unless the optimizer looks for unused parameters.
+# A letter is a call. b: backward, s: step, z: zero_grad, c: clip, +: add_param_group. Stage 4 refuses the call of a
+# large letter, unless the optimizer looks for unused parameters.
 SCRIPTS = {  # -> value of the parameter in the end, in stages 1 and 2, in stage 3, and in stage 4
     "S bs": (-1, -1, -1),
     "bsS bs": (-4, -2, -2),
@@ -37,8 +37,8 @@ REFUSALS = {"+": "add_param_group() between backward() and step()",
 def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script):
     """Call methods in an odd order. Each backward pass adds a gradient of 1, and a step subtracts the gradient.
 
-    `step` keeps the gradients in stages 1 and 2, as torch does. In stage 3 `step` sets them to zero, in stage 4 to None.
-    Stage 4 always refuses to add a group between backward and step.
+    `step` keeps the gradients in stages 1 and 2, as torch does. In stage 3 `step` sets gradients to zero, in stage 4 to
+    None. Stage 4 always refuses to add a group between backward and step.
     """
     weight = parameter_of(0, rank)
     added = parameter_of(0, rank)
@@ -66,7 +66,7 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
 
 @on_ranks(2)
 def test_backward_after_gradients_are_averaged(rank, stage):
-    """Stages 1, 2 and 4 average the later gradient and add it. Stage 3 refuses: it has only a shard of the first average.
+    """Stages 1, 2 and 4 average the later gradient and add it. Stage 3, which has a shard of the first average, refuses.
 
     The parameter is frozen while the constructor registers hooks.
     """
@@ -90,7 +90,7 @@ def test_backward_after_gradients_are_averaged(rank, stage):
 
 @on_ranks(norm_type=[2.0, torch.inf], spoilt=[0, 1])
 def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank(rank, stage, norm_type, spoilt):
-    """Spoil one of two gradients on the last rank. As in torch, the norm is nan, and after a step all parameters are nan.
+    """Spoil one of two gradients on the last rank. As in torch, the norm is nan, and a step makes all parameters nan.
 
     The shard with the nan is on the first rank or on the last rank, because a maximum over the ranks may lose a nan.
     """
