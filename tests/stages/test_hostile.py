@@ -66,7 +66,7 @@ def test_steps_out_of_turn_are_those_of_torch(rank, stage, finds_unused, script)
 
 @on_ranks(2)
 def test_backward_after_gradients_are_averaged(rank, stage):
-    """Stages 1, 2 and 4 average the later gradient and add it. Stage 3, which has a shard of the first average, refuses.
+    """Stages 1, 2 and 4 average the later gradient and add it. Stage 3 has a shard of the first average, and refuses.
 
     The parameter is frozen while the constructor registers hooks.
     """
