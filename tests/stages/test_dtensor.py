@@ -32,8 +32,9 @@ class Block(nn.Module):
         self.down = nn.Linear(width, 8)
 
     def forward(self, x, skips=False):  # (batch, sequence, 6) -> (batch, sequence, 8)
-        x = x[:, :, :1] if skips else self.down(torch.tanh(self.up(self.norm(self.first(x)))))
-        return x * self.scale
+        if skips:
+            return x[:, :, :1] * self.scale
+        return self.down(torch.tanh(self.up(self.norm(self.first(x))))) * self.scale
 
 
 def mesh_of(rank, shape=(2, 2)):
@@ -158,7 +159,7 @@ def test_an_inf_on_one_tensor_parallel_rank_makes_all_skip(rank):
 
 @on_ranks(4)
 def test_what_it_can_not_do_is_said_in_one_line(rank):
-    """Refuse a wrong group, other stages, and the state of a tensor-parallel neighbour."""
+    """Stage 4 refuses a wrong group, and the state of a tensor-parallel neighbour. Stage 3 refuses DTensors."""
     model, optimizer = build(rank)
     named = list(model.named_parameters())
     of_neighbour = of_all_ranks(optimizer.state_dict())[rank.number ^ 1]
@@ -172,8 +173,11 @@ def test_what_it_can_not_do_is_said_in_one_line(rank):
 
 @on_ranks(4)
 def test_buckets_and_the_norm_are_the_same_where_parts_are_not(rank):
-    """Cut `up` and `down` into 3 and 2 of 5. Ranks have the same buckets, or they would wait for each other; and the
-    same norms to the bit, or their copies of what isn't cut would drift apart."""
+    """Cut `up` and `down` into 3 and 2 of 5.
+
+    With different buckets, ranks would wait for each other. If norms differed in the last bit, the ranks' copies of
+    what isn't cut would drift apart.
+    """
     model, optimizer = build(rank, width=5, bucket_cap_mb=1e-4)
     norms = []
     for step in range(20):
