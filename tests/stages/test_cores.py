@@ -1,4 +1,4 @@
-"""The cores: each stage's idea, alone, trains what is well-behaved, on 2 and 3 ranks; and where an element lies.
+"""The cores: each stage's idea, alone, trains what is well-behaved, on 2 and 3 ranks.
 
 What a core leaves out, its guard adds: the other tests are about both together. With `--stage mine` those that are
 about no stage in particular run on a core of yours.
@@ -14,7 +14,7 @@ from torch import nn
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
-from stage3_gradbuffer.buffer import Holds, param_starts, ranges_in_shard
+from stage3_gradbuffer.buffer import Holds
 from stage4_overlap.buffer import bucket_layout
 from tests.common import OPTIMIZERS, Net, on_ranks, one_rank_of, optimizer_of
 from tests.pairs import SMALL, UNFUSED, Pair, assert_same
@@ -190,27 +190,8 @@ def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
     assert in_flight == [0, 0, 0]
 
 
-# ------------------------------------------------------------------- which element belongs to whom: pure functions
-
-
-@pytest.mark.parametrize("alignment, starts, shard_numel, ranges_of_shards", [
-    (1, [0, 5, 7, 16], 4, [[(0, 0, 4, 0)], [(0, 4, 5, 0), (1, 0, 2, 1), (2, 0, 1, 3)], [(2, 1, 5, 0)], [(2, 5, 9, 0)]]),
-    (4, [0, 8, 12, 24], 8, [[(0, 0, 5, 0)], [(1, 0, 2, 0), (2, 0, 4, 4)], [(2, 4, 9, 0)]])])
-def test_where_parameters_begin_and_what_of_them_lies_in_a_shard(alignment, starts, shard_numel, ranges_of_shards):
-    """Cut parameters of 5, 2 and 9 elements for 4 ranks; and for 3 ranks, where each begins at a multiple of 4.
-
-    A range: a parameter, its first element, the one after its last, and where the range begins in the shard.
-    """
-    numels = [5, 2, 9]
-    assert param_starts(numels, alignment) == starts
-    for place, ranges in enumerate(ranges_of_shards):
-        start = place * shard_numel
-        assert ranges_in_shard(numels, starts, start, start + shard_numel) == ranges
-
-
-@pytest.mark.parametrize("sizes, dtypes, expected", [
-    ([1] * 11, ["f32"] * 11, [[10, 9, 8, 7], [6, 5, 4, 3], [2, 1, 0]]),
-    ([1, 1, 1, 1, 1, 9], ["bf16", "f32"] * 3, [[5], [4, 2, 0], [3, 1]])])
-def test_buckets_hold_whole_parameters_of_a_dtype_in_reverse_order_and_are_closed_at_the_cap(sizes, dtypes, expected):
-    """A bucket is closed at 4 bytes, which one parameter may exceed."""
-    assert bucket_layout(sizes, dtypes, 4) == expected
+def test_buckets_hold_whole_parameters_of_a_dtype_in_reverse_order_and_are_closed_at_the_cap():
+    """A bucket is closed at 4 bytes. Parameters have a byte, except that the last one alone exceeds the cap."""
+    nbytes = [1] * 11 + [9]
+    dtypes = ["bf16", "f32"] * 6
+    assert bucket_layout(nbytes, dtypes, 4) == [[11], [10, 8, 6, 4], [9, 7, 5, 3], [2, 0], [1]]
