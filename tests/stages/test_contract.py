@@ -100,6 +100,10 @@ def net_with_one_layer_to_train(seed):
     return model
 
 
+def names_in(optimizer):
+    return [group["param_names"] for group in optimizer.param_groups]
+
+
 @on_ranks
 def test_add_param_group_later(rank, stage):
     """Take a step with a group of one layer, unfreeze all others, add them as a group, and take two more steps."""
@@ -112,9 +116,7 @@ def test_add_param_group_later(rank, stage):
         others = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
         model.requires_grad_(True)
         optimizer.add_param_group({"params": others, "lr": 0.02})
-    names, expected_names = ([group["param_names"] for group in optimizer.param_groups]
-                             for optimizer in pair.optimizers)
-    assert names == expected_names
+    assert names_in(pair.optimizer) == names_in(pair.replicated.optimizer)
     pair.train(1, 2)
     pair.assert_same()
 
@@ -195,7 +197,10 @@ def zero_all(optimizer, _):
 
 
 def assign_all(optimizer, param):
-    optimizer.state = {key: {} if key is param else state for key, state in optimizer.state.items()}
+    state = dict(optimizer.state.items())
+    if param in state:
+        state[param] = {}
+    optimizer.state = state
 
 
 @on_ranks
@@ -284,7 +289,7 @@ def one_parameter(rank):
 
 
 def behind_one(make):
-    """Return a function of a rank that returns two parameters: a usual one, and what `make` returns."""
+    """Return a function of a rank that returns a usual parameter and what `make(rank)` returns."""
     return lambda rank: [parameter(rank, 3), make(rank)]
 
 
@@ -309,8 +314,12 @@ class Lamb(torch.optim.Optimizer):
                 param -= self.param_groups[0]["lr"] * param.norm() / param.grad.norm() * param.grad
 
 
+class Mesh:
+    """Stands for an argument of the wrong class."""
+
+
 class Refused(NamedTuple):
-    """What a constructor refuses. `params` and `arguments` are functions of a rank."""
+    """What a constructor refuses: `params`, or other arguments. Both are functions of a rank."""
 
     params: Callable
     words: str  # of the error
@@ -326,7 +335,7 @@ REFUSED = {
         lambda rank: {"optimizer_cls": "adamw"}, TypeError),
     "a mesh": Refused(
         one_parameter, r'process_group must be a ProcessGroup, such as mesh\["dp"\].get_group\(\), not a Mesh',
-        lambda rank: {"process_group": type("Mesh", (), {})()}, TypeError),
+        lambda rank: {"process_group": Mesh()}, TypeError),
     "empty": Refused(lambda rank: [{"params": []}], "empty"),
     "overlapping memory": Refused(overlapping, "parameters 0 of group 0 and 1 of group 0 share memory: pass each one"),
     "sparse": Refused(behind_one(lambda rank: torch.ones(3, 3, device=rank.device).to_sparse().requires_grad_()),
@@ -338,7 +347,7 @@ REFUSED = {
     "without memory": Refused(behind_one(lambda rank: nn.Parameter(torch.ones(3, device="meta"))),
                               "parameter 1 .* on the meta device, without memory"),
     "infinite lr": Refused(one_parameter, "lr is inf: it must be a finite number", lambda rank: {"lr": float("inf")}),
-    # What rank 1 alone has
+    # In these cases rank 1 differs from the others.
     "bad on one rank": Refused(lambda rank: shared_twice(rank) if rank.number == 1 else one_parameter(rank),
                                "share memory"),
     "frozen elsewhere": Refused(

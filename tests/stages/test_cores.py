@@ -1,7 +1,7 @@
 """The cores: each stage's idea, alone, trains what is well-behaved, on 2 and 3 ranks.
 
-What a core leaves out, its guard adds: the other tests are about both together. With `--stage mine` those that are
-about no stage in particular run on a core of yours.
+What a core leaves out, its guard adds: the other tests are about both together. With `--stage mine` the tests that take
+any stage run on a core of yours.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def core_of(stage):
 
 
 def all_trained(seed):
-    """Return a model whose batches use all its parameters."""
+    """Return a model without frozen parameters, which a core doesn't take."""
     return Net(seed).requires_grad_(True)
 
 

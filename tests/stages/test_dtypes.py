@@ -1,6 +1,6 @@
 """GradScaler in all stages, and 16-bit parameters in stage 3: what is refused, and what the state weighs.
 
-That 16-bit parameters train as fp32 main parameters do is in test_drawn.py and test_overlap.py.
+That 16-bit parameters train as fp32 main parameters do is in test_stages.py and test_overlap.py.
 """
 
 

@@ -119,10 +119,9 @@ class OnADevice(TorchFunctionMode):
         self.host_tensors = {}  # id -> tensor
         self.host_groups = weakref.WeakKeyDictionary()  # process group -> the gloo group that rounds.py made for it
         self.patches = contextlib.ExitStack()
-        for module, name, value in [(rounds, "backends_of", lambda _: {"cuda": "nccl"}),
-                                    (rounds, "HOST_GROUPS", self.host_groups),
-                                    (dist, "all_reduce", mock.Mock(side_effect=AssertionError))]:
-            self.patches.enter_context(mock.patch.object(module, name, value))
+        self.patches.enter_context(mock.patch.object(rounds, "backends_of", lambda _: {"cuda": "nccl"}))
+        self.patches.enter_context(mock.patch.object(rounds, "HOST_GROUPS", self.host_groups))
+        self.patches.enter_context(mock.patch.object(dist, "all_reduce", side_effect=AssertionError))
         if torch.cuda.is_available():
             self.patches.callback(torch.cuda.set_sync_debug_mode, "default")
             torch.cuda.set_sync_debug_mode("error")
