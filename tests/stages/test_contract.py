@@ -328,7 +328,6 @@ class Refused(NamedTuple):
 
 
 REFUSED = {
-    "a tensor": Refused(lambda rank: parameter(rank, 3), "iterable", error=TypeError),
     "a set": Refused(lambda rank: set(one_parameter(rank)), "a set has no order", error=TypeError),
     "no class": Refused(
         one_parameter, "optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class str",

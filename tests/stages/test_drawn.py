@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness import STAGE_3, STAGE_4
-from tests.common import STAGES, on_its_device, trainable
+from tests.common import STAGES, no_sync_if, on_its_device, trainable
 from tests.pairs import UNFUSED, Pair, deliver_when_asked
 
 SGD = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, **UNFUSED}
@@ -75,21 +75,12 @@ def use_some_parameters(training):
     training.step()
 
 
-def run_two_passes(training):
-    training.backward(training.next_batch(), training.next_batch())
-    training.step()
-
-
 def accumulate(training):
-    with training.optimizer.no_sync():
-        training.backward(training.next_batch())
-    training.backward(training.next_batch())
-    training.step()
-
-
-def accumulate_all(training):
-    with training.optimizer.no_sync():
+    """Run two passes, inside no_sync() or outside, and maybe a third one outside."""
+    with no_sync_if(training.optimizer, training.draw.random() < 0.5):
         training.backward(training.next_batch(), training.next_batch())
+    if training.draw.random() < 0.5:
+        training.backward(training.next_batch())
     training.step()
 
 
@@ -125,8 +116,8 @@ def save_and_load(training):
     training.optimizer.load_state_dict(saved)
 
 
-CALLS = [use_all_parameters, use_some_parameters, run_two_passes, accumulate, accumulate_all, clip, drop_gradients,
-         freeze_or_unfreeze, add_group, save_and_load]
+CALLS = [use_all_parameters, use_some_parameters, accumulate, clip, drop_gradients, freeze_or_unfreeze, add_group,
+         save_and_load]
 
 
 @on_its_device
