@@ -76,7 +76,10 @@ def test_average_over_is_refused_beneath_ddp(rank):
 
 @on_ranks(2, dropped_by=["optimizer", "module"])
 def test_gradients_that_come_after_a_scaled_average_are_refused(rank, stage, dropped_by):
-    """They would be added to others that are divided by average_over already. Without that they are averaged too."""
+    """Run a backward pass after clipping: its gradients would be added to gradients that were divided already.
+
+    Drop the gradients, by the optimizer's zero_grad() or a module's, and train on.
+    """
     weight = parameter_of(0, rank, n=64)
     optimizer = sgd_of(stage, [weight], average_over=1)  # a sum
     weight.sum().backward()

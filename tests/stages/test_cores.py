@@ -173,7 +173,7 @@ def test_parameters_of_stage_4_come_back_in_the_order_of_the_forward_pass(rank, 
 
 @on_ranks(2)
 def test_no_parameter_of_stage_4_is_under_way_when_it_is_stepped(rank):
-    """Prefetch parameters that no forward pass reads: the next step changes the memory that is sent from."""
+    """Prefetch parameters that no forward pass reads. The next step must wait: it changes what is being sent."""
     params = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(4))
     optimizer = core_of(STAGE_4)(params, torch.optim.SGD, lr=1.0, **SMALL)
     optimizer.prefetch_params(params)

@@ -1,6 +1,6 @@
-"""What people do to the model while an optimizer has it: build another optimizer, freeze, load, move, copy, read oddly.
+"""What people do to a model that an optimizer has: build another optimizer, write into parameters, move the model.
 
-Each is what replicated training makes of it, or an error that says what to do: on every rank, and never silence.
+A stage then does what replicated training does, or raises an error on every rank that says what to do.
 """
 
 import functools
@@ -23,18 +23,19 @@ from tests.ranks import ROOT
 
 
 def let_go(thing):
-    """Return an event that is set when nobody has `thing` any more: threads of gloo and of autograd let go late."""
+    """Return an event that is set when nobody refers to `thing`. Threads of gloo and of autograd do so for a while."""
     event = threading.Event()
     weakref.finalize(thing, event.set)
     return event
 
 
+# Optimizers: a stage and its arguments.
 KINDS = [(STAGE_1, {}), (STAGE_3, {}), (STAGE_3, {"grad_dtype": torch.float32}), (STAGE_4, {})]
 
 
 @on_ranks(2, older=KINDS, newer=KINDS)
 def test_a_newer_optimizer_has_the_gradients(rank, older, newer):
-    """Build two that both live. Each subtracts 1 twice; then the older one has given up a step after clipping."""
+    """Build two optimizers of a parameter, and keep both. Each subtracts 1 twice, and then clips without a step."""
     weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16, device=rank.device))
     alive = []
     for stage, kwargs in (older, newer):
@@ -56,7 +57,8 @@ def test_a_newer_optimizer_has_the_gradients(rank, older, newer):
 def train_and_drop(rank, stage, prefetch, before_its_model):
     """Build two optimizers, as a search for a learning rate does, and train with the second one. Drop all.
 
-    before_its_model: whether the optimizer goes before the model. Returns the event that the model's parameters go.
+    Return an event that is set when the model is gone. before_its_model: whether the optimizer is dropped first, and
+    the model runs another backward pass.
     """
     model = Net(seed=0).to(rank.device)
     model.scale.register_post_accumulate_grad_hook(lambda _: None)  # the user's
@@ -79,7 +81,7 @@ def train_and_drop(rank, stage, prefetch, before_its_model):
 @pytest.mark.parametrize("stage, prefetch", PREFETCH)
 @on_ranks(2, before_its_model=[False, True])
 def test_an_optimizer_that_is_gone_leaves_nothing_and_is_freed_at_once(rank, stage, prefetch, before_its_model):
-    """Build, train and drop without the garbage collector, because the collector counts no bytes."""
+    """Do without the garbage collector, because a collector that sees no bytes would let a GPU run out of memory."""
     gc.collect()
     gc.disable()
     try:
@@ -90,7 +92,10 @@ def test_an_optimizer_that_is_gone_leaves_nothing_and_is_freed_at_once(rank, sta
 
 @on_ranks
 def test_an_optimizer_that_is_dropped_while_gradients_travel(rank):
-    """Stage 4: messages arrive all the same, or those of the next one would be taken for them; all else is freed."""
+    """Drop an optimizer of stage 4 after backward(). Its messages must arrive, or the next optimizer would take them.
+
+    All else of the optimizer is freed.
+    """
     for step in range(3):
         pair = Pair(rank, STAGE_4, torch.optim.SGD, own=SMALL, **SGD)
         pair.train(step)
@@ -105,7 +110,7 @@ def test_an_optimizer_that_is_dropped_while_gradients_travel(rank):
 
 @pytest.mark.waits
 def test_python_ends_without_a_word():
-    """With an optimizer in globals that live until then. Every stage registers its hooks in the same way."""
+    """Keep an optimizer in globals until Python ends: nothing is printed. All stages register hooks in the same way."""
     script = """
 import torch
 import torch.distributed as dist
@@ -123,18 +128,18 @@ dist.destroy_process_group()
 
 @on_ranks(2)
 def test_gradients_are_divided_before_they_are_added(rank, stage):
-    """The sum of two gradients is more than fp16 can hold, their mean is not: DDP divides first."""
+    """Average two gradients whose sum is more than fp16 can hold. Their mean is not, and DDP divides first, too."""
     param = torch.nn.Parameter(torch.zeros(5, device=rank.device, dtype=torch.float16))
     optimizer = optimizer_of(stage)([param], torch.optim.SGD, lr=1e-3)
     (param * 40000).sum().backward()
     optimizer.step()
-    assert param.tolist() == pytest.approx([-40.0] * 5, rel=1e-3)  # stages 1 and 2 step it in 16 bits
+    assert param.tolist() == pytest.approx([-40.0] * 5, rel=1e-3)  # stages 1 and 2 round to 16 bits
 
 
 @pytest.mark.shared_guard
 @on_ranks(2)
 def test_a_group_that_is_added_has_the_state_that_its_class_makes_in_the_constructor(rank, stage):
-    """Adagrad moves each element by the learning rate in the first step."""
+    """Add a group to Adagrad, which moves each element by the learning rate in the first step."""
     first, second = parameter_of(0, rank), parameter_of(0, rank)
     optimizer = optimizer_of(stage)([first], torch.optim.Adagrad, lr=0.5)
     optimizer.add_param_group({"params": [second]})
@@ -145,7 +150,8 @@ def test_a_group_that_is_added_has_the_state_that_its_class_makes_in_the_constru
 
 @on_ranks(2, dtype=[torch.float32, torch.bfloat16], prefetch=[False, True])
 def test_each_parameter_has_a_storage_of_its_own(rank, dtype, prefetch):
-    """Saved or copied, a parameter of stage 4 is that tensor alone. It stays when the optimizer is gone."""
+    """Step in stage 4. A program that saves or copies a parameter saves no other one. Drop the optimizer: values stay.
+    """
     model = Net(seed=0).to(rank.device, dtype)
     params = trainable(model)
     optimizer = optimizer_of(STAGE_4)(params, lr=0.1)
@@ -158,7 +164,7 @@ def test_each_parameter_has_a_storage_of_its_own(rank, dtype, prefetch):
     values = [param.detach().clone() for param in params]
     del optimizer
     gc.collect()
-    torch.full((1000,), torch.nan, device=rank.device)  # in memory that was freed, if it was
+    torch.full((1000,), torch.nan, device=rank.device)  # overwrites memory that was freed
     assert all(map(torch.equal, params, values))
 
 
@@ -182,7 +188,7 @@ def test_what_is_written_into_a_parameter_between_steps_is_stepped_next(rank, st
     written[::2] = 7
     with torch.no_grad():
         weight.copy_(written)
-    if dtype == torch.bfloat16:  # a save before the next step has it, too
+    if dtype == torch.bfloat16:  # a save before the next step has what was written, too
         main_param = full_state_dict(optimizer, to_all=True)["state"][0]["main_param"]
         assert main_param.unique().tolist() == [1 - 3 * tiny, 7]
     step()
@@ -194,7 +200,9 @@ def test_what_is_written_into_a_parameter_between_steps_is_stepped_next(rank, st
 @pytest.mark.parametrize("stage", [STAGE_3, STAGE_4])
 @on_ranks(2, zeroes=[False, True], when=["before backward", "after clipping"])
 def test_parameters_whose_memory_was_replaced_are_an_error_that_names_one(rank, stage, zeroes, when):
-    """Move the model before a backward pass, or after it; then call zero_grad() or not. Torch's clipping refuses, too.
+    """Convert the model to bfloat16 before a backward pass, or after clipping; then call zero_grad() or not.
+
+    The step is refused, and so is torch's own clipping.
     """
     model = Net(seed=0).to(rank.device)
     optimizer = optimizer_of(stage)(trainable(model), torch.optim.SGD, **SGD)
@@ -227,7 +235,7 @@ def test_edited_param_groups_are_refused(rank, stage):
 
 @on_ranks(4)
 def test_a_pipeline_trains_like_one_process(rank, stage):
-    """Train two replicas of two pipeline stages, a layer each. The schedule must not scale param.grad in the end."""
+    """Train two replicas of a model whose two layers are on two ranks. The loss is divided, and param.grad is not."""
     mesh = mesh_of(rank.device.type, (2, 2), ("pp", "dp"))
     place = mesh["pp"].get_local_rank()
     of_replica = rank._replace(number=mesh["dp"].get_local_rank(), world_size=2)

@@ -1,4 +1,7 @@
-"""Stage 4: overlap that is right whatever the schedule, and that overlaps. And bugs of real systems."""
+"""Stage 4 is right whatever the order of gradients, messages and reads is, and it overlaps.
+
+Most situations come from bugs of other systems.
+"""
 
 import contextlib
 import copy
@@ -43,10 +46,10 @@ def pair_of_branches(rank, dtype=torch.float32, prefetch=True, **own):
 
 @on_ranks(dtype=[torch.float32, torch.bfloat16, torch.float16], bucket_cap_mb=[1e-6, 0.0002, None])
 def test_results_do_not_depend_on_the_size_of_the_buckets(rank, dtype, bucket_cap_mb):
-    """16 bits on the wire, fp32 sums: parameters are to the bit those of one process.
+    """Send 16 bits and add in fp32: parameters are to the bit those of one process.
 
-    On gloo, also by another name, sums are in fp32 anyway. Works that are done stay until the next ones: were gloo's
-    thread the last to hold one, it would need the GIL, and abort where Python ends.
+    Gloo's sums are in fp32 without `reduce_dtype`, also where the group names gloo by device. Works that are done stay
+    until the next ones. If gloo's thread were the last to hold a work, it would need the GIL, and abort as Python ends.
     """
     own = {"reduce_dtype": torch.float32}
     if rank.backend == "gloo":
@@ -107,7 +110,7 @@ def input_of(rank):
 
 @on_ranks
 def test_a_module_waits_for_its_own_buckets_and_for_no_others(rank):
-    """When a layer is called all before it have arrived, and what comes after it is still under way."""
+    """Call a model while all its parameters are in flight: when a layer is called, only later layers are in flight."""
     model = Branches(seed=0).to(rank.device)
     optimizer = with_params_in_flight(rank, model, input_of(rank))
     in_flight = []  # for each call of a layer: whether each layer is in flight
@@ -135,7 +138,7 @@ READS = {  # model -> tensors, which were read without a call of the model
 @on_ranks(2, how=READS)
 @on_its_device
 def test_whoever_reads_past_the_hooks_sees_finished_parameters(rank, how):
-    """Read parameters that are under way, and again when all have arrived: the values are the same."""
+    """Read parameters that are in flight, and again when all have arrived: the values are the same."""
     model = Branches(seed=0).to(rank.device)
     optimizer = with_params_in_flight(rank, model, input_of(rank))
     model.zero_grad()
@@ -150,9 +153,9 @@ def test_whoever_reads_past_the_hooks_sees_finished_parameters(rank, how):
 
 
 class Odd(nn.Module):
-    """Reads parameters of modules that it doesn't call: of a container, by vmap, past torch's functions; of attention.
+    """Reads the parameters of a container by vmap, which bypasses torch's functions, and those inside of attention.
 
-    It calls layers out of order, and one of them twice. `how`: whether these calls are checkpointed.
+    The model calls layers out of order, and one of them twice. `how`: whether these calls are checkpointed.
     """
 
     def __init__(self, how):
@@ -208,7 +211,7 @@ def test_prefetch_out_of_order_twice_past_the_hooks_checkpointed_or_compiled(ran
 
 @on_ranks(2)
 def test_modules_wait_for_all_that_a_function_of_torch_func_reads(rank):
-    """Compute gradients by torch.func: what modules have while it calls them are other tensors."""
+    """Compute gradients by torch.func, which gives the modules other tensors while it calls them."""
     pair = pair_of_branches(rank)
     deliver_when_asked(pair.optimizer)
     for step in range(2):
@@ -243,7 +246,7 @@ def test_a_compiled_function_may_go_backward_and_step(rank, stage):
 
 @on_ranks(2)
 def test_an_encoder_is_evaluated_after_a_step_as_at_any_time(rank):
-    """In eval torch's encoder asks the parameters of its first layer, which it doesn't call, for their class."""
+    """Evaluate torch's encoder while parameters are in flight. It checks the class of parameters of its first layer."""
     padding = torch.tensor([[False, False, True]], device=rank.device)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).to(rank.device)
@@ -336,7 +339,10 @@ def test_parameters_without_gradient_are_an_error_on_every_rank_that_names_nine(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_optimizer_that_is_dropped_waits_for_its_parameters(fails):
-    """If they can't arrive, that is a warning, and an error for whoever reads them."""
+    """Drop an optimizer while parameters are in flight. If they can't arrive, there is a warning.
+
+    Whoever reads a parameter that can't arrive gets an error.
+    """
     with one_rank_of(2):
         weight = nn.Parameter(torch.ones(40))
         work = mock.Mock()

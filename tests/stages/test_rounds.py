@@ -42,7 +42,7 @@ def moved_by(params, grads):
 
 @on_ranks
 def test_a_step_that_is_given_up_changes_nothing_and_training_goes_on(rank):
-    """Drop gradients by zero_grad(), which rank 0 has accumulated and the others have sent. Refuse a late gradient."""
+    """Drop gradients that rank 0 has accumulated and the others have sent. Assign one too late: an error. Train on."""
     params, optimizer = zero_params_and_sgd(rank)
     with no_sync_if(optimizer, rank.number == 0):
         backward(params)

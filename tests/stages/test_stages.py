@@ -77,7 +77,7 @@ CHANGES = {  # SGD, 2 -> 2 - (2 + 0.5 · 2) / 4 = 1.25 -> 1.25 - (2 + 0.5 · 1.2
 
 @on_ranks(2, how=CHANGES)
 def test_a_gradient_may_be_changed_in_every_way_in_stage_3(rank, how):
-    """Outside of no_grad, as torch allows it; and then training goes on, as if nothing had been."""
+    """Change param.grad outside of no_grad, as torch allows it, and run another backward pass. Then train on."""
     change, expected = CHANGES[how]
     weight = parameter_of(2, rank)
     optimizer = optimizer_of(STAGE_3)([weight], torch.optim.SGD, lr=0.25)
