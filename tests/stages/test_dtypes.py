@@ -1,6 +1,6 @@
 """GradScaler in all stages, and 16-bit parameters in stage 3: what is refused, and what the state weighs.
 
-That 16-bit parameters train as fp32 main parameters do is in test_drawn.py and test_overlap.py. That every arrangement
+That 16-bit parameters train as fp32 main parameters do is in test_stages.py and test_overlap.py. That every arrangement
 of ranks and optimizers skips a step together is in tests/variants/test_skipping.py.
 """
 
