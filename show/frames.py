@@ -4,7 +4,7 @@ The clock isn't the wall's, but of what ranks can know of each other. A rank doe
 frame after it has left, at the soonest, and a collective ends a frame after the last rank has begun it; until then who
 waits stays at its line. Two recordings give the same frames.
 
-title, ranks, params      of the program; params: elements of each parameter
+ranks, params    of the program; params: elements of each parameter
 files        [name, source], those of the core; the loop's first
 functions    [name, file, first line, last line, docstring]
 owners       for each element the rank that steps it, or -1 where every rank does
@@ -92,7 +92,7 @@ def in_frames(ranks):
     return frames
 
 
-def recording(records, program, title=""):
+def recording(records, program):
     """Return the recording of a program. records: what `record_rank` returns, of each rank."""
     sources = records[0].sources
     files = list(sources)
@@ -124,7 +124,7 @@ def recording(records, program, title=""):
     sent = operations(schedule, program.params, storages)
     sent_bytes = sum(n_bytes for operation in sent for _, _, n_bytes, *_ in operation["arrows"])
     return {
-        "title": title, "ranks": program.ranks, "params": list(program.params),
+        "ranks": program.ranks, "params": list(program.params),
         "files": [list(item) for item in sources.items()],
         "functions": functions,
         "owners": owners,

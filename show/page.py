@@ -88,9 +88,13 @@ SHOWN = (
 
 
 def recorded(program):
-    """Return the recording of a program, with the places of its cells."""
+    """Return the recording of a program."""
     with Workers(program.ranks, timeout_s=600) as workers:
-        recording = frames.recording(workers.run(record_rank, program), program)
+        return frames.recording(workers.run(record_rank, program), program)
+
+
+def with_places(recording):
+    """Return the recording with the places of its cells."""
     storages = [storage | {"places": places}
                 for storage, places in zip(recording["storages"], layout.places(recording))]
     return recording | {"storages": storages}
@@ -99,7 +103,7 @@ def recorded(program):
 def all_recordings():
     """Return the recordings of SHOWN, with what the page says of them, then those that they are compared with."""
     programs = {shown.program for shown in SHOWN} | {shown.right for shown in SHOWN if shown.right}
-    by_program = {program: recorded(program) for program in programs}
+    by_program = {program: with_places(recorded(program)) for program in programs}
     recordings = []
     hidden = []
     for shown in SHOWN:
@@ -113,7 +117,7 @@ def all_recordings():
             details["formula"] = {"sent": shown.sent, "held": shown.held, "held_bytes": shown.held_bytes}
         if right:
             details["beside"] = f"{shown.id}-beside"
-            hidden.append(right | {"id": details["beside"], "title": "", "hidden": True})
+            hidden.append(right | {"id": details["beside"], "hidden": True})
         recordings.append(recording | details)
     return recordings + hidden
 

@@ -4,6 +4,7 @@ They are drawn from the recordings and the beats of the page: from beats that ha
 """
 
 import textwrap
+from itertools import pairwise
 from typing import NamedTuple
 
 from . import hero
@@ -177,9 +178,8 @@ def draw_timeline(picture, recording, changes, top):
 
     backward = [number for number, frame in enumerate(frames) if (frame["step"], frame["phase"]) == (0, "backward")]
     forward = [number for number, frame in enumerate(frames) if frame["step"] == 1]
-    edges = {"backward": (backward[0], backward[-1] + 1), "step": (backward[-1] + 1, forward[0]),
-             "forward": (forward[0], len(frames))}
-    for phase, (start, end) in edges.items():
+    edges = [backward[0], backward[-1] + 1, forward[0], len(frames)]
+    for phase, (start, end) in zip(("backward", "step", "forward"), pairwise(edges)):
         picture.rect(left + start * scale, top, (end - start) * scale - 1, BAR - 2, "line")
         picture.text(min(left + (start + end) / 2 * scale, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
     buckets = [operation["params"] for operation in recording["operations"] if operation["kind"] == "reduce-scatter"]

@@ -3,11 +3,10 @@
 import rich.console
 import rich.text
 
-from harness.ranks.workers import Workers
-
-from . import frames, page
+from . import page
+from .frames import memory_after
 from .picture import short
-from .record import Program, record_rank
+from .record import Program
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5"]  # by owner
 EXPLANATION = """\
@@ -24,13 +23,12 @@ def record_and_play(stage):
         if shown.id == stage:
             program = Program(shown.program.package)
             title = shown.title
-    with Workers(program.ranks, timeout_s=300) as workers:
-        play(frames.recording(workers.run(record_rank, program), program, title))
+    play(title, page.recorded(program))
 
 
-def play(recording):
+def play(title, recording):
     console = rich.console.Console(highlight=False, markup=False)
-    console.print(recording["title"], style="bold")
+    console.print(title, style="bold")
     console.print(EXPLANATION)
     n_frames = len(recording["frames"])
     storages = recording["storages"]
@@ -42,14 +40,14 @@ def play(recording):
         _, stack = frame["at"][0]
         function, line = stack[-1]
         name, file, *_ = recording["functions"][function]
-        title, source = recording["files"][file]
-        console.print(f"{number + 1}/{n_frames} {frame['phase']} · {name}, {title}:{line}", style="bold")
+        file_name, source = recording["files"][file]
+        console.print(f"{number + 1}/{n_frames} {frame['phase']} · {name}, {file_name}:{line}", style="bold")
         console.print(f"    {source.splitlines()[line - 1].strip()}")
         for operation in leaving:
             sizes = sorted({n_bytes for _, _, n_bytes, _, _ in operation["arrows"]})
             messages = f"{len(operation['arrows'])} messages of {' to '.join(map(str, sizes))} B"
             console.print(f"  ⇒ {operation['kind']} of {operation['what']}: {messages}")
-        memory = frames.memory_after(recording, number)
+        memory = memory_after(recording, number)
         for row in dict.fromkeys(storages[storage]["row"] for storage in sorted(changed)):
             console.print(f"  {row}", style="bold")
             for rank in range(recording["ranks"]):
