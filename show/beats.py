@@ -23,7 +23,7 @@ class Visit(NamedTuple):
     line: int
 
 
-NUMBERS = {2: "two", 4: "four", 8: "eight"}
+NUMBERS = "none one two three four five six seven eight".split()
 
 
 def read(text):

@@ -56,48 +56,48 @@ class System(NamedTuple):
         unused = "" if self.title == "Stage 4" else "garbage"  # stage 4 releases gradients
         gradients = {0: "", BUCKET: "gradient"}
         own_gradients = gradients | {averaged: "average", updated: unused}
+        other_gradients = gradients | {averaged: unused}
+        if not self.is_sharded:
+            other_gradients |= {gathered: "average", updated: unused}
         own_parameters = {0: "old", updated: "new"}
-        moments = {0: "moment"}
-        if self.is_sharded:
-            other_parameters = {0: "old", gathered: "new"}
-            other_gradients = gradients | {averaged: unused}
-            return [(own_parameters, other_parameters), (own_gradients, other_gradients), *[(moments, {0: ""})] * 2]
-        other_gradients = gradients | {averaged: unused, gathered: "average", updated: unused}
-        return [(own_parameters, own_parameters), (own_gradients, other_gradients), *[(moments, moments)] * 2]
+        other_parameters = {0: "old", gathered if self.is_sharded else updated: "new"}
+        moments = ({0: "moment"}, {0: "" if self.is_sharded else "moment"})
+        return [(own_parameters, other_parameters), (own_gradients, other_gradients), moments, moments]
 
 
-def ddp():
-    first = (BUCKET, BUCKET + HALF)
-    second = (first[1], first[1] + HALF)
-    update = (second[1], second[1] + UPDATE)
-    forward = [(update[1], update[1] + FORWARD)]
-    return System("DDP", first, update, second, forward, is_sharded=False, held_bytes=16, words={
-        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
-        first[0]: "All-reduce, first half: each rank averages a quarter.",
-        second[0]: "Second half: it sends its averages to all others.",
-        update[0]: "Each rank updates everything, with all moments."})
-
-
-def sharded(title, sends_at, held_bytes):
-    """Return stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward pass."""
-    first = (sends_at, sends_at + HALF)
-    update = (first[1], first[1] + UPDATE / 4)
-    second = (update[1], update[1] + HALF)
-    forward = [(second[1], second[1] + FORWARD)]
-    meanwhile = ""
-    to_whom = "to all others"
-    if sends_at < BACKWARD:  # a quarter of the layers may run when a quarter of the parameters has arrived
-        arrivals = [second[0] + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
+def system_of(title, sends_at, held_bytes, is_sharded=True):
+    """Return DDP, or stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward."""
+    averaged = sends_at + HALF
+    if is_sharded:
+        updated = averaged + UPDATE / 4
+        end = updated + HALF
+        update = (averaged, updated)
+        all_gather = (updated, end)
+    else:
+        gathered = averaged + HALF
+        end = gathered + UPDATE
+        all_gather = (averaged, gathered)
+        update = (gathered, end)
+    forward = [(end, end + FORWARD)]
+    words = {JUST_AFTER_0: "Backward pass: each rank has its own gradients."}
+    if not is_sharded:
+        words |= {sends_at: "All-reduce, first half: each rank averages a quarter.",
+                  averaged: "Second half: it sends its averages to all others.",
+                  gathered: "Each rank updates everything, with all moments."}
+    elif sends_at == BACKWARD:
+        words |= {sends_at: "Reduce-scatter: each rank averages a quarter.",
+                  averaged: "It updates this quarter, and sends it to all others."}
+    else:
+        words |= {sends_at: "Reduce-scatter, while the pass goes on: each rank averages a quarter.",
+                  averaged: "It updates this quarter, and sends it during the next forward pass."}
+        # A quarter of the layers may run when a quarter of the parameters has arrived.
+        arrivals = [updated + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
         forward = [(arrival, arrival + FORWARD / 4) for arrival in arrivals]
-        meanwhile = ", while the pass goes on"
-        to_whom = "during the next forward pass"
-    return System(title, first, update, second, forward, is_sharded=True, held_bytes=held_bytes, words={
-        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
-        first[0]: f"Reduce-scatter{meanwhile}: each rank averages a quarter.",
-        update[0]: f"It updates this quarter, and sends it {to_whom}."})
+    return System(title, (sends_at, averaged), update, all_gather, forward, is_sharded, held_bytes, words)
 
 
-SYSTEMS = [ddp(), sharded("Stage 3", BACKWARD, 10), sharded("Stage 4", BUCKET, 7)]
+SYSTEMS = [system_of("DDP", BUCKET, 16, is_sharded=False), system_of("Stage 3", BACKWARD, 10),
+           system_of("Stage 4", BUCKET, 7)]
 
 
 def draw(picture, top, system, start_s):
@@ -153,19 +153,18 @@ def draw_flights(picture, system, second_of, tile):
 
 def draw_bars(picture, top, system, second_of):
     """Draw what a rank does, from left to right: what it computes, and what it sends."""
-    sent = "bar parameters" if system.is_sharded else "bar gradients"
-    bars = [("computes", "backward", "line", (0, BACKWARD)), ("computes", "update", "line", system.update),
-            *(("computes", "forward", "line", part) for part in system.forward),
-            ("sends", "reduce-scatter", "bar gradients", system.reduce_scatter),
+    sent = "parameters" if system.is_sharded else "gradients"
+    bars = [("computes", "backward", "", (0, BACKWARD)), ("computes", "update", "", system.update),
+            *(("computes", "forward", "", part) for part in system.forward),
+            ("sends", "reduce-scatter", "gradients", system.reduce_scatter),
             ("sends", "all-gather", sent, system.all_gather)]
-    for lane, name, kind, (start, stop) in bars:
+    for lane, name, colour, (start, stop) in bars:
         x = LEFT + UNIT * start
         y = top + (62 if lane == "computes" else 76)
         width = max(2, UNIT * (stop - start) - 1)
         picture.text(LEFT - 8, y + 9, lane, "end")
-        picture.rect(x, y, width, 12, kind)
-        live = "bar  live" if kind == "line" else f"{kind} live"
-        picture.rect(x, y, width, 12, live, second_of(start), second_of(stop))
+        picture.rect(x, y, width, 12, f"bar {colour}" if colour else "line")
+        picture.rect(x, y, width, 12, f"bar {colour} live", second_of(start), second_of(stop))
         if width > 5 * len(name):
             picture.text(x + width / 2, y + 10, name, "middle")
     if len(system.forward) > 1:

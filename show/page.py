@@ -128,8 +128,8 @@ def page(recordings):
     packed = gzip.compress(data.encode(), mtime=0)
     parts = {"light": picture.THEMES[""], "dark": picture.THEMES["_dark"], "patterns": picture.patterns(n_owners=8),
              "data": base64.b64encode(packed).decode()}
-    parts |= {name: picture.read(name) for name in ("cells.css", "watch.css", "watch.js", "calculator.js")}
-    text = picture.read("watch.html")
+    parts |= {name: picture.page_file(name) for name in ("cells.css", "watch.css", "watch.js", "calculator.js")}
+    text = picture.page_file("watch.html")
     for name, part in parts.items():
         text = text.replace(f"/*{name}*/", part)
     return text + "\n"

@@ -27,7 +27,7 @@ LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
 LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
 
 
-def read(name):
+def page_file(name):
     """Return the text of a file of show/page/."""
     return Path(__file__).with_name("page").joinpath(name).read_text(encoding="utf-8").strip()
 
@@ -117,7 +117,7 @@ class Picture:
         motion = "".join(self.keyframes(name, steps) for name, steps in rules.items())
         return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="'
                 f'{self.width * 1.4:g}" role="img"><title>{escape(self.title)}</title><style>svg{{{THEMES[theme]}}}'
-                f'{read("cells.css")}\n@media(prefers-reduced-motion:no-preference){{{motion}}}</style>{patterns()}'
+                f'{page_file("cells.css")}\n@media(prefers-reduced-motion:no-preference){{{motion}}}</style>{patterns()}'
                 '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(body) + "\n</svg>\n")
 
 
@@ -162,7 +162,7 @@ def patterns(n_owners=4):
     return f"<defs>{''.join(stripes)}</defs>"
 
 
-def short(value, room):
+def short_number(value, room):
     """Write a number in at most `room` characters: eighths as such, of others as many digits as fit."""
     if value is None:
         return "?"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from . import hero
 from .frames import memory_after
-from .picture import Picture, Tile, short, spans
+from .picture import Picture, Tile, short_number, spans
 
 N_RANKS = 4
 LEFT = 8  # pixels
@@ -128,7 +128,7 @@ class Panel:
                 owner = self.recording["owners"][cell.element]
             x = LEFT + storage["rank"] * (RANK + GAP) + column * self.width
             y = self.tops[storage["row"]] + line * LINE
-            words = "" if cell.kind in ("padding", "garbage", "unset", "moment") else short(cell.value, 4)
+            words = "" if cell.kind in ("padding", "garbage", "unset", "moment") else short_number(cell.value, 4)
             tiles.append(Tile(cell.kind, owner, x, y, self.width, LINE, words))
         return tiles
 

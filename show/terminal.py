@@ -5,7 +5,7 @@ import rich.text
 
 from . import page
 from .frames import memory_after
-from .picture import short
+from .picture import short_number
 from .record import Program
 
 COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5"]  # by owner
@@ -63,7 +63,7 @@ def line_of(rank, cells, owners):
     """Return the line of what one rank holds in a row."""
     line = rich.text.Text(f"  rank {rank}")
     for cell in cells:
-        value = "·" if cell.kind == "padding" else short(cell.value, 5)
+        value = "·" if cell.kind == "padding" else short_number(cell.value, 5)
         style = ""
         if cell.kind in ("garbage", "mixture", "unset"):
             style = "grey50"
