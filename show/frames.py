@@ -94,13 +94,16 @@ def in_frames(ranks):
 
 def recording(records, program):
     """Return the recording of a program. records: what `record_rank` returns, of each rank."""
-    sources = records[0].sources
-    files = list(sources)
-    functions = [function for file, source in enumerate(sources.values())
-                 for function in functions_in(file, ast.parse(source))]
+    files = list(records[0].sources)
+    functions = []
+    for file, source in enumerate(records[0].sources.values()):
+        functions += functions_in(file, ast.parse(source))
     first_lines = [(files[file], first) for _, file, first, *_ in functions]
-    used = [(rank, uid) for rank, record in enumerate(records) for event in record.events for uid in event.cells]
-    storages = {key: number for number, key in enumerate(dict.fromkeys(used))}
+    storages = {}  # (rank, uid) -> number
+    for rank, record in enumerate(records):
+        for event in record.events:
+            for uid in event.cells:
+                storages.setdefault((rank, uid), len(storages))
     schedule = in_frames([record.events for record in records])
     frames = []
     before = [{} for _ in records]
@@ -125,7 +128,7 @@ def recording(records, program):
     sent_bytes = sum(n_bytes for operation in sent for _, _, n_bytes, *_ in operation["arrows"])
     return {
         "ranks": program.ranks, "params": list(program.params),
-        "files": [list(item) for item in sources.items()],
+        "files": list(records[0].sources.items()),
         "functions": functions,
         "owners": owners,
         "storages": [records[rank].storages[uid] for rank, uid in storages],
@@ -217,5 +220,5 @@ def memory_after(recording, frame):
     memory = {}
     for changes in recording["frames"][: frame + 1]:
         for storage, cells in changes["memory"]:
-            memory[storage] = cells and [Cell(*cell) for cell in cells]
+            memory[storage] = None if cells is None else [Cell(*cell) for cell in cells]
     return memory

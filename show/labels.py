@@ -136,8 +136,5 @@ def values_of(memory):
 
 
 def plain(value):
-    """A number as json and a reader take it: six digits are enough for what 32 bits hold here. NaN is None."""
-    if value != value:
-        return None
-    short = float(f"{value:.6g}")
-    return int(short) if short == int(short) else short
+    """Return a number as a reader takes it: six digits are enough for what 32 bits hold here. NaN is None."""
+    return None if value != value else float(f"{value:.6g}")
