@@ -49,7 +49,7 @@ class Collective:
     completed_at: float | None = None  # None: in flight
 
 
-# Operators of torch.distributed -> kind, the argument that is read, the argument that is written. show/ imports it.
+# Operators of torch.distributed -> kind, the argument that is read, the argument that is written.
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
