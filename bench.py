@@ -3,7 +3,7 @@
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
 The program checks each row against replicated training first. A row that computes something else gets no time.
-Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input; 130 after Ctrl-C.
+Exit code: 0; 1 when a row is wrong or fails; 2 for bad input; 130 after Ctrl-C.
 """
 
 import functools

@@ -97,22 +97,19 @@ def tolerance(world_size):
 
 @functools.lru_cache(maxsize=2)
 def reference_params(settings, rank, build, dtype):
-    """Train the reference for CHECKED_STEPS steps. Returns rank 0's parameters before and after, on every rank."""
-    model = make_model(settings, rank, dtype)
-    before = [param.detach().clone() for param in model.parameters()]  # the same on every rank, by the seed
-    training = build(model, adamw(settings))
+    """Train the reference for CHECKED_STEPS steps. Returns rank 0's parameters, on every rank."""
+    training = build(make_model(settings, rank, dtype), adamw(settings))
     for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
-    after = training.full_params()
-    for param in after:
+    params = training.full_params()
+    for param in params:
         dist.broadcast(param, src=0)
-    return before, after
+    return params
 
 
 class Examined(NamedTuple):
-    """One rank's figures of a row. The first two are of all ranks. A `_theory` is what the formula gives."""
-    difference: float  # between a parameter and the reference's: the largest
-    movement: float  # between a parameter and its value before training: the largest
+    """One rank's figures of a row. A `_theory` is what the formula gives."""
+    difference: float  # the largest between a parameter of any rank and the reference's
     collectives: dict  # {kind: how many}
     wire_bytes: int
     wire_bytes_theory: int
@@ -128,7 +125,7 @@ def examine(rank, settings, row_id):
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
-    before, reference = reference_params(settings, rank, configuration.reference, configuration.dtype)
+    expected = reference_params(settings, rank, configuration.reference, configuration.dtype)
     gc.collect()
     training, memory_bytes, held_bytes = count_memory(rank, settings, configuration, batches[:2])
     with Ledger() as ledger:
@@ -138,8 +135,7 @@ def examine(rank, settings, row_id):
     torch.use_deterministic_algorithms(False)
     numel = sum(param.numel() for param in training.model.parameters())
     return Examined(
-        difference=largest_difference(params, reference),
-        movement=largest_difference(params, before),
+        difference=largest_difference(params, expected),
         collectives=ledger.collectives,
         wire_bytes=ledger.wire_bytes,
         wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),

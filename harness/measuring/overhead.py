@@ -1,6 +1,6 @@
 """Measures what a wrapped optimizer costs beside computing and sending: in small models, and in the host's time.
 
-    python -m harness.measuring.overhead [--params 1000,10000] [--json PATH]         # or: make bench WHAT=small
+    python -m harness.measuring.overhead [--params 1000 10000] [--json PATH]         # or: make bench WHAT=small
 
 The program times steps with a clip on ranks of this machine, by DDP and by stages 3 and 4: at which size is a model too
 small? `measure_host` makes the table "host" of `make bench` and `make bench WHAT=cuda`. There one process plays rank 0
@@ -21,14 +21,10 @@ SIZES = [1_000, 10_000, 100_000, 1_000_000, 3_000_000, 10_000_000]
 fail = functools.partial(command_line.fail, "small")
 
 
-def numels(text):
-    """Parse "1000,10000"."""
-    return [command_line.number(int, 100, 10**8)(size) for size in text.split(",")]
-
-
 def options():
     parser = command_line.Parser("small", __doc__)
-    parser.add_argument("--params", type=numels, default=SIZES, help="sizes, with commas between (default: six)")
+    parser.add_argument("--params", type=command_line.number(int, 100, 10**8), nargs="+", default=SIZES,
+                        help="sizes of models (default: six)")
     parser.add_argument("--ranks", type=command_line.COUNT, default=2, help="processes on this machine (default 2)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there as well")
     return parser.parse_args()

@@ -2,7 +2,7 @@
 
     python -m harness.measuring.two_hosts [--rate 300mbit] [--rows TEXT] [--json PATH]     # or: make bench WHAT=network
 
-Exit code: 0; 1 when a row is wrong or a host fails; 2 for bad input.
+Exit code: 0; 1 when a row is wrong or fails, or a host can't be made; 2 for bad input.
 """
 
 import ctypes

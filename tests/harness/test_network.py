@@ -135,7 +135,7 @@ LINK = Link("300mbit", 3e8)
 
 def rows_of(*timed):
     """Make Rows of (RowId, ms by round). A row without ms has failed. The bytes of a row take 100 ms on LINK."""
-    examined = Examined(0.0, 1.0, {"send": 3}, 0, 3_750_000, {"peak": 5e6}, 12.0, 12.0)
+    examined = Examined(0.0, {"send": 3}, 0, 3_750_000, {"peak": 5e6}, 12.0, 12.0)
     rows = [Row(row_id, rounds_ms=list(ms), drain_ms=list(ms), examined=examined) if ms
             else Row(row_id, error="rank 1: it broke") for row_id, ms in timed]
     return Rows(SETTINGS, CONDITIONS, 2, rows)
