@@ -153,7 +153,7 @@ def balance_table():
 
 
 def muon_table():
-    """Make the table of Muon's rows. DDP's reducer doesn't run in the fake group, so its formula stands for a count."""
+    """Make the table of Muon's rows. DDP doesn't run in the fake group: its row has the formula in place of a count."""
     def sent(d):
         return lambda name: 8 * (d - 1) / d if name == DDP_AND_MUON else counted(name, d).sent
 

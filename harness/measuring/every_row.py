@@ -29,7 +29,7 @@ class Row:
 
     @property
     def median_ms(self):
-        """Return the median of the rounds. A row without times is infinitely slow, so it is never the fastest."""
+        """Return the median of the rounds. Without times that is infinity, so such a row is never the fastest."""
         return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
 
     def over(self, other):
@@ -148,7 +148,7 @@ def checked_row(workers, settings, row_id):
     examined = over_ranks(of_ranks)
     configuration = row.configuration
     allowed = examine.tolerance(workers.world_size)
-    if configuration.kind == "floor":  # trains on the data of one rank alone, so it agrees with no other row
+    if configuration.kind == "floor":  # a floor trains on the data of one rank alone, and agrees with no other row
         examined = examined._replace(difference=None)
     elif examined.difference > allowed:
         expected = "ddp" if configuration.dtype == "float32" else "replicated training with fp32 copies"
@@ -160,8 +160,8 @@ def checked_row(workers, settings, row_id):
 def over_ranks(of_ranks):
     """Combine the Examined of all ranks into one.
 
-    Bytes in memory are, for each phase, those of the rank that holds most. Bytes on the wire and bytes per parameter
-    are means over the ranks. Everything else is rank 0's.
+    For each phase, bytes in memory are what the rank that holds most has. Bytes on the wire and bytes per parameter are
+    means over the ranks. Everything else is rank 0's.
     """
     first = of_ranks[0]
     return first._replace(

@@ -1,4 +1,4 @@
-"""Measures one row, on every rank: whether the row is right, what it sends and holds, its time, and a recorded step.
+"""Measures one row, on every rank: is the row right, what does a rank send and hold, how long is a step, what is in it?
 
 A row names a way to train (`rows.Configuration`). every_row.py puts the measurements of all rows together.
 """
@@ -21,7 +21,7 @@ from harness.ranks.exchange import in_place_of_gloos
 from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
-WARMUP_STEPS = 2  # DDP rebuilds its buckets in step 2; after step 2 everything is allocated
+WARMUP_STEPS = 2  # DDP rebuilds buckets in step 2; after step 2 everything is allocated
 CHECKED_STEPS = 3  # step 2 is the first with exchanged parameters and with moments above zero; the Ledger counts step 3
 
 
@@ -49,8 +49,9 @@ def adamw(settings):
 
 
 def make_model(settings, rank, dtype, starts_apart=False):
-    """Make a model. Every rank has the same weights; with `starts_apart` each rank has weights of its own."""
-    torch.manual_seed(settings.seed + rank.number if starts_apart else settings.seed)
+    """Make a model. Every rank has the same weights; with `starts_apart` each rank has other weights."""
+    seed = settings.seed + rank.number if starts_apart else settings.seed
+    torch.manual_seed(seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
 
 
@@ -76,11 +77,11 @@ def describe(rank, settings):
 
 
 def default_model(rank):
-    """Return the name of a model whose step takes long enough on this rank's device to be compared."""
+    """Return the name of a model that is large enough for this rank's device: short steps are hard to compare."""
     return "medium" if rank.device.type == "cuda" else "tiny"
 
 
-# ---------------------------------------------------------------- Whether a row is right, what it sends, what it holds
+# -------------------------------------------------------------- Is a row right, and what does a rank send and hold?
 
 
 def tolerance(world_size):
@@ -187,8 +188,8 @@ def largest_difference(tensors, expected):
 def time_steps(rank, settings, row_id, micro_batches=1, exchanges_each=False):
     """Time one row. Returns (median ms per step, ms to drain).
 
-    A step has `micro_batches`. They exchange gradients once, after the last of them, or with `exchanges_each` after
-    each of them.
+    A step has `micro_batches` of the same size. Gradients are exchanged after the last micro-batch, or with
+    `exchanges_each` after each micro-batch.
     """
     batches = make_batches(settings, rank)
     training = make_training(rank, settings, row_id)
@@ -215,7 +216,7 @@ def make_training(rank, settings, row_id):
 def time_warm_steps(rank, step, inputs, finish):
     """Time `step` for each of `inputs`, after warm-up. Returns (median ms per step, ms to drain), on the slowest rank.
 
-    A step lasts from the end of the step before to its own end, so a step includes the wait for parameters that the
+    A step lasts from the end of one step to the end of the next, so a step includes the wait for parameters that the
     step before has sent. The drain is the wait for what the last step has sent. No barrier stands between steps,
     because a barrier would wait for messages in flight.
     """
@@ -232,7 +233,7 @@ def time_warm_steps(rank, step, inputs, finish):
 
 
 def timestamp(device):
-    """Return the time, or on a GPU an event that the GPU records when its queue reaches it."""
+    """Return the time. On a GPU, return an event, which gets a time when the GPU has done all work before the event."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -256,7 +257,7 @@ def clip(training, max_norm):
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
 
 
-# ------------------------------------ A recorded step: when a rank computes, when messages travel, what is in memory
+# ------------------------------ What is in a step: when does a rank compute, when do messages travel, what is in memory?
 
 
 GAP_S = 0.0005  # Python needs less time between two operators; waiting for another rank takes more

@@ -2,10 +2,10 @@
 
     python -m harness.measuring.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
-One process plays rank 0 of 8. A collective moves nothing. Like a collective of NCCL, it occupies a stream of its own,
-for as long as its bytes take on a link of the given rate, and kernels wait for it. So one GPU shows the steps of 8
-GPUs. But NCCL's own kernels would take some multiprocessors, and some of the memory's rate, from other kernels.
-Without a GPU the program prints one line.
+One process plays rank 0 of 8, and a collective moves no bytes. Like NCCL's, a played collective occupies a separate
+stream, for as long as the bytes would take on a link of 200 Gbit/s, and kernels wait for that stream. So one GPU shows
+the steps of 8 GPUs. But NCCL's own kernels would take some multiprocessors, and some of the memory's rate, from other
+kernels. Without a GPU the program prints one line.
 """
 
 import functools
@@ -52,7 +52,7 @@ ROUNDS = 3  # in each, a step of every row is recorded
 WARMUP_STEPS = 3
 PROFILED_STEPS = 4  # of which the last step but one is shown
 PHASES = "forward", "backward", "step"
-GAP_S = 5e-5
+GAP_S = 5e-5  # a gap between kernels that is too short to be drawn
 MARK_S = 5e-6  # a kernel that marks the start of a phase is shorter, and every message is longer
 
 
@@ -86,8 +86,8 @@ class Link:
             torch.cuda._sleep(int(seconds * self.cycles_per_s))
             return Arrival(self.stream.record_event())
 
-    def plays(self, kind):
-        """Return a stand-in for torch's collective of that kind. The larger of its two tensors is the full tensor."""
+    def stand_in(self, kind):
+        """Return a function in place of torch's collective of that kind. The larger argument is the full tensor."""
         def collective(*args, async_op=False, **kwargs):
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             arrival = self.carry(kind, max(tensor.nbytes for tensor in tensors))
@@ -105,8 +105,9 @@ class Link:
 
     def played(self):
         """Return a context in which torch's collectives are played."""
-        return mock.patch.multiple(dist, **{name: self.plays("reduce_scatter") for name in exchange.SCATTERS},
-                                   **{name: self.plays("all_gather") for name in exchange.GATHERS})
+        stand_ins = {name: self.stand_in("reduce_scatter") for name in exchange.SCATTERS}
+        stand_ins |= {name: self.stand_in("all_gather") for name in exchange.GATHERS}
+        return mock.patch.multiple(dist, **stand_ins)
 
 
 def cycles_per_s(cycles=10**8):
@@ -196,48 +197,50 @@ def profiled_step(training, link, batch):
 def last_step_but_one(kernels, carried):
     """Return the last step but one as a RecordedStep, without memory. `kernels`: [(name, start, end), …], in ns.
 
-    Kernels called "spin" are marks, or messages of the played link. `carried`: (kind, bytes) of these messages, in
-    order.
+    Kernels called "spin" are marks of phases, or messages on the played link. `carried`: (kind, bytes) of the messages.
     """
     first_ns = min(start_ns for _, start_ns, _ in kernels)
     spins = []
     busy = []
     for name, start_ns, end_ns in kernels:
-        spans = spins if "spin" in name else busy
-        spans.append(((start_ns - first_ns) / 1e9, (end_ns - first_ns) / 1e9))
+        span = (start_ns - first_ns) / 1e9, (end_ns - first_ns) / 1e9
+        if "spin" in name:
+            spins.append(span)
+        else:
+            busy.append(span)
     spins.sort()
     marks = [start for start, end in spins if end - start < MARK_S]
-    phases = [(name, start, end) for name, start, end in zip(itertools.cycle(PHASES), marks, marks[1:])]
-    sent = [span for span in spins if span[1] - span[0] >= MARK_S]
+    phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))  # a phase ends where the next one begins
+    sent = [(start, end) for start, end in spins if end - start >= MARK_S]
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
     step = recorded_step(Recording(phases, union(busy), messages, live=[]), PROFILED_STEPS - 2)
-    # A gap between kernels that is too short to be drawn is closed.
-    drawn_busy = union((start, end + GAP_S) for start, end in step.busy)
-    return step._replace(busy=[(start, end - GAP_S) for start, end in drawn_busy], memory=[])
+    with_gaps_closed = union((start, end + GAP_S) for start, end in step.busy)
+    return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed], memory=[])
 
 
 def overlap_sheet(rows):
     """Make the table of GpuRows."""
     ddp_ms = next(row.rounds_ms for row in rows if row.name == catalogue.REFERENCE)
 
-    def phase_ms(name):
-        def ms(row):
-            for phase, start, end in row.median_step.phases:
-                if phase == name:
-                    return 1000 * (end - start)
-        return ms
+    def phase_ms(row, number):
+        _, start, end = row.median_step.phases[number]
+        return 1000 * (end - start)
 
     def in_flight_ms(row):
         step = row.median_step
         in_flight = union((message.start, message.end) for message in step.communication)
         return 1000 * length(overlap([(0, step.seconds)], in_flight))
+
+    def exposed_ms(row):
+        return 1000 * row.median_step.exposed_seconds
+    phases = {name: column(name, functools.partial(phase_ms, number=number), "measured", ".1f")
+              for number, name in enumerate(PHASES)}
     return sheet_of(
         f"Whole steps of rank 0 of {D} on one GPU, beside a simulated link", rows, {
             "name": name_column(), "ms": column("ms/step", "rounds_ms", "measured", ".1f"),
-            "over_ddp": column("x ddp", lambda row: ratio(row.rounds_ms, ddp_ms), "measured", ".2f"),
-            **{name: column(name, phase_ms(name), "measured", ".1f") for name in ("forward", "backward", "step")},
+            "over_ddp": column("x ddp", lambda row: ratio(row.rounds_ms, ddp_ms), "measured", ".2f"), **phases,
             "in_flight": column("in flight\nms", in_flight_ms, "modelled", ".1f"),
-            "exposed": column("exposed\nms", lambda row: 1000 * row.median_step.exposed_seconds, "measured", ".1f")},
+            "exposed": column("exposed\nms", exposed_ms, "measured", ".1f")},
         [f"{MODEL}, float32, a batch of {BATCH_SIZE} x {SEQUENCE_LENGTH}. A collective moves nothing, but occupies a "
          f"stream of its own for as long as its bytes take at {BYTES_PER_S / 1e9:.0f} GB/s. Exposed: one is in flight "
          f"and no kernel computes. Median of {ROUNDS} step(s), recorded by torch.profiler."])

@@ -113,12 +113,12 @@ def wire_bytes(kind, size, group_size, backend):
 
 
 class Ledger(TorchDispatchMode):
-    """Lists every collective that this rank starts while it is entered, in order.
+    """Lists, while entered, every collective that this rank starts, in order.
 
         with Ledger() as ledger:
             optimizer.step()
         ledger.collectives   # {"all_reduce": 3, …}
-        ledger.wire_bytes    # int: what a rank sends for them, on average
+        ledger.wire_bytes    # int: bytes that a rank sends for all of these, on average
         ledger.entries       # [Collective, …]
     """
 
@@ -219,5 +219,5 @@ class Ledger(TorchDispatchMode):
 def _group(arguments):
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
-    group = arguments["group_name"]  # in newer releases it may be the group itself
+    group = arguments["group_name"]  # a name, or in newer releases of torch a group
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group

@@ -69,18 +69,18 @@ from harness.training.rows import (
 )
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-NAMES = [COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, FSDP2_RESHARD, REPLICATED, NAIVE_BROADCAST, ALL_GATHER,
-         GRAD_BUFFER, "owner reduce", *HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16]
-ROWS = [RowId(name) for name in NAMES]
-ROWS.insert(NAMES.index("owner reduce") + 1, RowId("owner reduce", 2))
-# --rows curve: the rows of results/curve.svg.
+FIRST_ROWS = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, FSDP2_RESHARD, REPLICATED,
+                                       NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, "owner reduce")]
+LAST_ROWS = [RowId(name) for name in (*HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16)]
+ROWS = [*FIRST_ROWS, RowId("owner reduce", 2), *LAST_ROWS]
+# The rows of results/curve.svg, which --rows curve measures.
 CURVE = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, REPLICATED, ALL_GATHER, GRAD_BUFFER, OVERLAP, FSDP2)]
-# A step of these rows is recorded, to show which part of its communication is exposed.
+# Of these rows a step is recorded, to show which part of the communication is exposed.
 RECORDED = {FSDP2, *LADDER, *HALF_OVERLAPS}
 VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # measured where --rows asks for them
 ALWAYS_MEASURED = REFERENCE, COMPUTE_ONLY  # whatever --rows says
 # The rows of a sweep. For the curve, DDP alone is swept, with fewer sizes.
-SWEPT = [*(RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)), *(RowId(OVERLAP, size) for size in SIZES)]
+SWEPT = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)] + [RowId(OVERLAP, size) for size in SIZES]
 SWEPT_FOR_CURVE = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 4)]
 TUNED = [REFERENCE, ZERO]  # these rows are also measured with the bucket size that is DDP's best
 
@@ -104,7 +104,7 @@ def link_of(rate):
     return Link(rate, bits_per_second)
 
 
-# ------------------------ Two network namespaces of Linux, joined by a link that is held to a rate, and gone afterwards
+# -------------------------------------------------- Two network namespaces of Linux, and a link between them of a rate
 
 
 NETWORK = "10.99.0.0/24"  # inside the namespaces: no other program sees these addresses
@@ -177,7 +177,7 @@ def run(*command):
     return process.stdout
 
 
-# ------------------------------------------------------------------------------------------- What is measured on them
+# ---------------------------------------------------------------------------------------- What is measured on two hosts
 
 
 SWEEP_STEPS = 3  # at most, in one round: a sweep only finds a size, and the row with that size is measured as usual
@@ -214,7 +214,7 @@ def count_cores(rank):
 
 
 def tuned_row_ids(sweep):
-    """Return the rows of TUNED with the bucket size that was DDP's fastest in a sweep; [] where that is its default."""
+    """Return the rows of TUNED with the bucket size that was DDP's fastest in a sweep; [] if the default was that."""
     of_ddp = [row for row in sweep.rows if row.row_id.base == REFERENCE]
     fastest = min(of_ddp, key=lambda row: row.median_ms)
     size = fastest.row_id.bucket_mb
@@ -240,9 +240,9 @@ def rows_to_measure(args, tuned):
 
 
 def accumulation_sheets(workers, measured, tuned, link):
-    """Time several micro-batches per step, all rows in turn. Returns tables; none where one of the rows has failed."""
+    """Time steps of several micro-batches, all rows in turn. Returns tables, or {} if one of the rows has no times."""
     ddp = tuned[0] if tuned else RowId(REFERENCE)
-    row_ids = {  # by field of links.Accumulated
+    row_ids = {  # field of links.Accumulated -> row
         "no_sync_ms": RowId(OVERLAP), "each_ms": RowId(OVERLAP), "compute_ms": RowId(COMPUTE_ONLY), "ddp_ms": ddp,
         "stage3_ms": RowId(GRAD_BUFFER)}
     if not all(measured.timed(*row_id) for row_id in row_ids.values()):
