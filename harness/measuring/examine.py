@@ -257,7 +257,7 @@ def clip(training, max_norm):
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
 
 
-# ------------------------------ What is in a step: when does a rank compute, when do messages travel, what is in memory?
+# ------------------------------ What is in a step: when does a rank compute, when do messages travel, what is in memory
 
 
 GAP_S = 0.0005  # Python needs less time between two operators; waiting for another rank takes more

@@ -80,9 +80,8 @@ def link_sheet(measured, link):
         [f"Ratios: medians, round by round. {METHODS}", *measured.failures()])
 
 
-def ladder_sheet(measured, link, sweep):
-    """Make the measured columns of README's table."""
-    tuned = tuned_ddp(measured, sweep)
+def ladder_sheet(measured, link, tuned):
+    """Make the measured columns of README's table. `tuned`: see `tuned_ddp`."""
     ddp = tuned or measured.timed(REFERENCE)
     words = f"tuned DDP's ({tuned.row_id.size} buckets)" if tuned else "DDP's with its default buckets"
     settings = measured.settings
@@ -116,24 +115,23 @@ CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, g
           FLOOR: FLOOR}
 
 
-def over_computing(measured, link, sweep):
+def over_computing(measured, link, tuned):
     """Return {name in the curve: time over the time of computing alone, or None where there is no time}."""
     alone = measured.timed(COMPUTE_ONLY)
 
     def over(base):
         if base == FLOOR:
             return max(1.0, link.ms(measured.find(OVERLAP)) / alone.median_ms)
-        row = tuned_ddp(measured, sweep) if base == TUNED else measured.timed(base)
+        row = tuned if base == TUNED else measured.timed(base)
         return row.over(alone) if row else None
     return {name: over(base) for name, base in CURVES.items()}
 
 
-def curve_sheet(measured, link, sweep):
+def curve_sheet(measured, link, tuned):
     """Make one column of the curve's table, that of this link. `tables.beside` puts columns together."""
-    tuned = tuned_ddp(measured, sweep)
     stage4 = measured.timed(OVERLAP)
     settings = measured.settings
-    lines = {name: cell_text(over, ".2f") for name, over in over_computing(measured, link, sweep).items()}
+    lines = {name: cell_text(over, ".2f") for name, over in over_computing(measured, link, tuned).items()}
     lines |= {
         "stage 4 over tuned DDP": cell_text(stage4_over(measured, tuned) if tuned else None, ".2f"),
         "stage 4 over the floor": cell_text(over_floor(measured, link, stage4) if stage4 else None, ".2f"),
@@ -227,17 +225,17 @@ def swept_times(sweep, base):
 # ------------------------------------------------------------------------------------------------------------- Pictures
 
 
-def to_draw(measured, link, sweep):
+def to_draw(measured, link, sweep, tuned):
     """Return the raw numbers of pictures: recorded steps of the ladder, this link's points of the curve, the sweep."""
     drawn = {"rate": link.words, "bits_per_second": link.bits_per_second}
     ladder = {base: measured.find(base) for base in catalogue.LADDER}
-    ladder[REFERENCE] = tuned_ddp(measured, sweep) or ladder[REFERENCE]  # a peer is shown at its best
+    ladder[REFERENCE] = tuned or ladder[REFERENCE]  # a peer is shown at its best
     steps = [(row.row_id.name, row.step) for row in ladder.values() if row and row.step]
     if steps:
         drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "
                                          "its row's median")
     if measured.timed(COMPUTE_ONLY) and measured.find(ALL_GATHER):
-        drawn["curve"] = over_computing(measured, link, sweep)
+        drawn["curve"] = over_computing(measured, link, tuned)
     if sweep and sweep.find(OVERLAP, ONE_PARAMETER):
         drawn["sweep"] = {base: swept_times(sweep, base) for base in (OVERLAP, REFERENCE)}
         drawn["sizes"] = ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES]

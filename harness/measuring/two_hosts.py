@@ -270,16 +270,15 @@ def report_of(measured, link, sweep, accumulation, n_cores):
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)
     sheets |= accumulation
-    figures = {}
-    if all(map(measured.timed, (COMPUTE_ONLY, OVERLAP, ALL_GATHER))):
-        sheets["curve"] = links.curve_sheet(measured, link, sweep)
-    if all(map(measured.find, LADDER)):
-        sheets["ladder"] = links.ladder_sheet(measured, link, sweep)
     tuned = links.tuned_ddp(measured, sweep)
-    if tuned and measured.timed(OVERLAP):
-        figures["over_tuned"] = f"{measured.timed(OVERLAP).over(tuned):.2f}"
+    stage4 = measured.timed(OVERLAP)
+    if stage4 and measured.timed(COMPUTE_ONLY) and measured.timed(ALL_GATHER):
+        sheets["curve"] = links.curve_sheet(measured, link, tuned)
+    if all(measured.find(name) for name in LADDER):
+        sheets["ladder"] = links.ladder_sheet(measured, link, tuned)
+    figures = {"over_tuned": f"{stage4.over(tuned):.2f}"} if stage4 and tuned else {}
     words = measured.words(f" on 2 hosts of {n_cores} core(s), TCP {TCP}")
-    return Report(measured.conditions.made, sheets, words, figures, links.to_draw(measured, link, sweep))
+    return Report(measured.conditions.made, sheets, words, figures, links.to_draw(measured, link, sweep, tuned))
 
 
 # -------------------------------------------------------------------------------------------------------- The program

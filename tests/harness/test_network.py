@@ -159,10 +159,11 @@ def test_stage_4_is_compared_with_the_ddp_that_is_best():
     for measured, sweep, size, over in ((MEASURED, None, "2 MiB", "0.96"),
                                         (default_is_best, MEASURED, "default", "0.78"),
                                         (default_is_best, None, "–", "–")):
-        lines = dict(texts_of(links.curve_sheet(measured, LINK, sweep)))
+        tuned = links.tuned_ddp(measured, sweep)
+        lines = dict(texts_of(links.curve_sheet(measured, LINK, tuned)))
         assert (lines["DDP's best buckets"], lines["stage 4 over tuned DDP"]) == (size, over)
         assert lines["FSDP2"] == "–" and lines["floor"] == "1.25"
-    ladder = links.ladder_sheet(MEASURED, LINK, None)
+    ladder = links.ladder_sheet(MEASURED, LINK, links.tuned_ddp(MEASURED, None))
     assert ladder.numbers("time")["4 overlap"] == pytest.approx(0.9615, abs=1e-3) and "2 MiB" in ladder.notes[0]
 
 
@@ -191,4 +192,4 @@ def test_accumulation_marks_noise_and_says_what_communication_takes():
 def test_a_sweep_is_drawn_by_size():
     sweep = rows_of((RowId("ddp", 2), (7,)), (RowId("ddp"), (9,)), (RowId("ddp", 1), (8,)))
     assert links.swept_times(sweep, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MiB
-    assert "sweep" not in links.to_draw(MEASURED, LINK, sweep)  # stage 4 isn't in the sweep
+    assert "sweep" not in links.to_draw(MEASURED, LINK, sweep, None)  # stage 4 isn't in the sweep
