@@ -50,7 +50,8 @@ D = 8  # number of ranks
 BYTES_PER_S = 25e9  # a link of 200 Gbit/s for each GPU
 ROUNDS = 3  # in each, a step of every row is recorded
 WARMUP_STEPS = 3
-PROFILED_STEPS = 4  # of which the last step but one is shown
+PROFILED_STEPS = 4
+SHOWN_STEP = 2  # of steps 0 to 3: the last step but one, which has a step before and a step after
 PHASES = "forward", "backward", "step"
 GAP_S = 5e-5  # a gap between kernels that is too short to be drawn
 MARK_S = 5e-6  # a kernel that marks the start of a phase is shorter, and every message is longer
@@ -75,7 +76,7 @@ class Link:
     def __init__(self, device):
         self.stream = torch.cuda.Stream(device)
         self.carried = []  # (kind, bytes of the full tensor) of each collective
-        self.cycles_per_s = cycles_per_s()
+        self.cycles_per_s = measured_cycles_per_s()
 
     def carry(self, kind, n_bytes):
         """Let a message begin when the current stream has done its work so far. Returns an Arrival."""
@@ -110,8 +111,9 @@ class Link:
         return mock.patch.multiple(dist, **stand_ins)
 
 
-def cycles_per_s(cycles=10**8):
+def measured_cycles_per_s():
     """Measure the clock that torch.cuda._sleep() counts."""
+    cycles = 10**8
     torch.cuda._sleep(cycles // 10)  # loads the kernel
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -157,7 +159,7 @@ def measure_overlap(device):
     """Record steps of all rows in turn. Returns GpuRows."""
     link = Link(device)
     tokens = torch.randint(256, (BATCH_SIZE, SEQUENCE_LENGTH), device=device)
-    batch = tokens, tokens
+    batch = tokens, tokens  # the targets don't change the time
     rows = []
     with rank_0_of(D), link.played():
         for name, build in builds(link).items():
@@ -171,13 +173,13 @@ def measure_overlap(device):
             rows.append(row)
         for _ in range(ROUNDS):
             for row in rows:
-                row.steps.append(profiled_step(row.training, link, batch))
+                row.steps.append(recorded_by_profiler(row.training, link, batch))
     return rows
 
 
-def profiled_step(training, link, batch):
-    """Train PROFILED_STEPS steps under torch.profiler. Returns a RecordedStep of the last step but one."""
-    link.carried.clear()
+def recorded_by_profiler(training, link, batch):
+    """Train PROFILED_STEPS steps under torch.profiler. Returns SHOWN_STEP as a RecordedStep."""
+    link.carried = []
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_STEPS):
@@ -189,13 +191,14 @@ def profiled_step(training, link, batch):
             training.update()
             training.zero_grad()
         training.finish()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.device_type() == DeviceType.CUDA]
-    kernels = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
-    return last_step_but_one(kernels, link.carried)
+    events = profiler.profiler.kineto_results.events()  # with times in ns, which the public events() rounds to µs
+    kernels = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+               for event in events if event.device_type() == DeviceType.CUDA]
+    return shown_step(kernels, link.carried)
 
 
-def last_step_but_one(kernels, carried):
-    """Return the last step but one as a RecordedStep, without memory. `kernels`: [(name, start, end), …], in ns.
+def shown_step(kernels, carried):
+    """Return SHOWN_STEP as a RecordedStep, without memory. `kernels`: [(name, start, end), …], in ns.
 
     Kernels called "spin" are marks of phases, or messages on the played link. `carried`: (kind, bytes) of the messages.
     """
@@ -213,7 +216,7 @@ def last_step_but_one(kernels, carried):
     phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))  # a phase ends where the next one begins
     sent = [(start, end) for start, end in spins if end - start >= MARK_S]
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
-    step = recorded_step(Recording(phases, union(busy), messages, live=[]), PROFILED_STEPS - 2)
+    step = recorded_step(Recording(phases, union(busy), messages, live=[]), SHOWN_STEP)
     with_gaps_closed = union((start, end + GAP_S) for start, end in step.busy)
     return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed], memory=[])
 
@@ -252,7 +255,8 @@ DRAWN = catalogue.REFERENCE, catalogue.GRAD_BUFFER, catalogue.OVERLAP
 def main():
     args = options()
     if not torch.cuda.is_available():
-        return print("cuda: there is no GPU here: nothing was measured")
+        print("cuda: there is no GPU here: nothing was measured")
+        return
     command_line.check_writable("--json", args.json, fail)
     device = torch.device("cuda", 0)
     rows = measure_overlap(device)

@@ -68,14 +68,14 @@ def test_every_row_sends_what_ddp_sends(monkeypatch):
         monkeypatch.setattr(gpu_step, name, value)
     sent = []
 
-    def profiled_step(training, link, batch):
-        link.carried.clear()
+    def recorded_by_profiler(training, link, batch):
+        link.carried = []
         training.step(batch)
         training.finish()
         sent.append(sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried))
         return RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in gpu_step.PHASES], [], [])
 
-    monkeypatch.setattr(gpu_step, "profiled_step", profiled_step)
+    monkeypatch.setattr(gpu_step, "recorded_by_profiler", recorded_by_profiler)
     rows = gpu_step.measure_overlap(CPU)
     alone, ddp, *others = sent
     n_bytes = sum(param.nbytes for param in GPT(MODELS["nano"]).parameters())
@@ -94,7 +94,7 @@ def test_exposed_is_what_travels_while_no_kernel_computes():
         for name, begins, ends in (("spin", 0, 1), ("gemm", 1, 30), ("spin", 30, 31), ("gemm", 31, 80),
                                    ("spin", 70, 90), ("spin", 90, 91), ("adamw", 91, 100)):
             kernels.append((name, start + 1000 * begins, start + 1000 * ends))
-    step = gpu_step.last_step_but_one(kernels, [("all_reduce", 8)] * 4)
+    step = gpu_step.shown_step(kernels, [("all_reduce", 8)] * 4)
     assert step.seconds == pytest.approx(100e-6) and step.exposed_seconds == pytest.approx(10e-6)
     assert [name for name, *_ in step.phases] == ["forward", "backward", "step"]
     assert [(message.kind, message.bytes) for message in step.communication] == [("all_reduce", 8)]
