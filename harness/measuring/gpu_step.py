@@ -191,7 +191,7 @@ def recorded_by_profiler(training, link, batch):
             training.update()
             training.zero_grad()
         training.finish()
-    events = profiler.profiler.kineto_results.events()  # with times in ns, which the public events() rounds to µs
+    events = profiler.profiler.kineto_results.events()  # with one event for each kernel
     kernels = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
                for event in events if event.device_type() == DeviceType.CUDA]
     return shown_step(kernels, link.carried)

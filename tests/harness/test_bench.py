@@ -45,7 +45,7 @@ def report(tmp_path_factory):
 
 
 def test_every_row_is_right_and_timed_in_each_round(report):
-    """What a row sends and holds is a promise of test_peers.py."""
+    """What a row sends and holds is a promise of test_rows.py."""
     assert set(report.sheets) == {"rows", "phases", "model_state", "gathered", "ladder", "host"}
     assert "2 round(s) of 1 steps" in report.conditions
     assert report.made.commit.rstrip("+") == tables.commit().rstrip("+")
