@@ -1,4 +1,4 @@
-"""bench.py: the tables that it promises, counts that equal the formulas, and no time for what is wrong."""
+"""bench.py: the tables that it promises, and no time for what is wrong."""
 
 import sys
 from types import SimpleNamespace
