@@ -60,7 +60,7 @@ STEPS = [
            f"{TWO_HOSTS} --steps 2 --rate {rate} --rows muon") for rate in WHOLE_RATES),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'"),
-    Step("small models", 2, "small.json", "-m harness.measuring.small_models"),
+    Step("small models", 2, "small.json", "-m harness.measuring.overhead"),
     Step("losses, the same bits", 6, "losses.json", "-m harness.measuring.losses"),
     Step("faults", 15, "faults.json", "-m pytest -q -p tests.harness.faults -m faults"),
     Step("plan of 7b, and its check", 1, "plan.json", "-m harness.planning.plan --check"),

@@ -11,7 +11,7 @@ import pytest
 
 import bench
 from harness import STAGE_1
-from harness.measuring import timeline, two_hosts
+from harness.measuring import two_hosts
 from harness.planning import plan
 from harness.ranks import command_line
 from harness.training import train
@@ -34,10 +34,8 @@ def make(*arguments):
       for stage in ("*", len(STAGES) + 1, "1 2")),
     *((["train", f"NPROC={n}"], f"NPROC={n}: it must be a number from 1 to 256")
       for n in ("0", "two", "257")),
-    *((["bench", "WHAT=timeline", f"STAGE={stage}"], f"STAGE={stage}: there are stages 1 to {len(STAGES)}, and all")
-      for stage in ("", "9")),
-    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network curve timeline host cuda small")
-      for what in ("gpu", "host cuda")),
+    *((["bench", f"WHAT={what}"], f"WHAT={what}: there are rows network cuda small")
+      for what in ("gpu", "small cuda")),
     *((["diff", f"A={a}", "B=2"], f"A={a}: there are stages 1 to {len(STAGES)}") for a in ("7", "1 2")),
     (["diff", "A=4"], "B=: there are stages 1 to 4"),
 ], ids=str)
@@ -49,7 +47,6 @@ def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(argu
 
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "-m harness.training.launch 256 stage3_gradbuffer/train.py"),
-    (["bench", "WHAT=timeline", "STAGE=all"], "-m harness.measuring.timeline --rows \"all\""),
     (["diff", "A=2"], "-m harness.publishing.stages diff 2 3"), (["diff"], "-m harness.publishing.stages diff 1 2"),
     (["grade", "STAGE=stage4_overlap.optimizer"], "-m grade stage4_overlap.optimizer"), (["show", "STAGE=0"], "show 0"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
@@ -59,7 +56,7 @@ def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(argu
       for what, arguments, file in (("rows", "--rows variants", "bench_variants"), ("rows", "--rows stage", "bench"),
                                     ("network", "--rows variants", "network_variants_1gbit"))),
     *((["bench", f"WHAT={what}", "ARGS=--help"], f"-m harness.measuring.{module} --help") for what, module in (
-        ("curve", "two_hosts --curve --rounds 3"), ("host", "host_time"), ("cuda", "gpu_step"))),
+        ("small", "overhead"), ("cuda", "gpu_step"))),
 ], ids=str)
 def test_a_right_variable_of_make_is_taken(arguments, command):
     ended = make(*arguments)
@@ -86,20 +83,14 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
           for option in ("--save-every", "--keep"))]),
     "bench.py": (bench.main, [
         (["--ranks", "0"], "--ranks: must be a whole number from 1 to 1e+06, not 0"), (["--model", "huge"], "huge"),
-        (["--data", "/nowhere"], "--data /nowhere: there is no such file or folder"),
         (["--rows", "stage 9"], "stage 9"), (["--json", ""], "--json .: Is a directory"),
         (["--json", "results"], "Is a directory")]),
-    "timeline": (timeline.main, [
-        (["--model", "huge"], "'huge'"), (["--batch-size", "0"], "--batch-size: must be a"),
-        (["--ranks", "0"], "--ranks: must be a"),
-        (["--rows", "zero"], "--rows 'zero'"), (["--out", "results"], "--out results: Is a directory"),
-        (["--out", "a.png"], "--out a.png: the picture is an SVG")]),
     "network": (two_hosts.main, [
         (["--rate", "fast"], "--rate fast"), (["--rate", "0gbit"], "--rate 0gbit"),
         (["--rate", "9999999gbit"], "--rate 9999999gbit"), (["--rate", "0.5kbit"], "from 1kbit to 1000gbit"),
-        (["--curve", "1gbit,fast"], "--rate fast"), (["--steps", "0"], "--steps"), (["--model", "huge"], "'huge'"),
+        (["--steps", "0"], "--steps"), (["--model", "huge"], "'huge'"),
         (["--rows", "zero"], "--rows 'zero'"), (["--sequence-length", "9999"], "9999"),
-        (["--timeout", "99999999999"], "from 1 to 1e+06"), (["--json", "results"], "results: Is a directory"),
+        (["--json", "results"], "results: Is a directory"),
         (["--json", "x" * 300], "File name too long")]),
     "plan": (plan.parse, [
         (["--model", "8b"], "argument --model: invalid choice: '8b'"),
@@ -131,7 +122,7 @@ def test_a_wrong_option_is_one_line(program, monkeypatch, capsys, tmp_path):
 @pytest.mark.waits
 @pytest.mark.parametrize("program", [
     "bench.py", "-m show", "-m grade 4", "-m harness.planning.plan",
-    *(f"-m harness.measuring.{name}" for name in ("timeline", "two_hosts", "host_time", "gpu_step", "small_models")),
+    *(f"-m harness.measuring.{name}" for name in ("two_hosts", "gpu_step", "overhead")),
     f"-m harness.training.launch 2 {STAGES[2]}/train.py"])
 def test_a_program_reads_its_options_before_it_loads_torch(program, tmp_path):
     """In place of a torch that takes seconds to load: one that cannot be loaded."""

@@ -177,7 +177,7 @@ def test_no_thread_of_gloo_is_left_when_python_ends():
 
 
 @pytest.mark.parametrize("module", [
-    "bench", "harness.measuring.timeline", "harness.measuring.gpu_step", "harness.publishing.pages"])
+    "bench", "harness.measuring.two_hosts", "harness.measuring.gpu_step", "harness.publishing.pages"])
 def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
     """In place of a torch that takes seconds to load: one during which somebody presses Ctrl-C."""
     for name in ("torch.py", "rich.py"):
@@ -189,7 +189,7 @@ def test_ctrl_c_is_one_word_even_while_torch_is_loaded(module, tmp_path):
 def test_an_import_of_the_harness_changes_no_hook_and_no_stream_and_ctrl_c_is_one_word_for_a_rank():
     """report_lost_rank is the excepthook of a rank: Ctrl-C reaches it too."""
     process = start("-c", "import sys; before = sys.excepthook, sys.stdout.errors;"
-                    "import bench, harness.measuring.timeline;"
+                    "import bench, harness.measuring.two_hosts;"
                     "assert before == (sys.excepthook, sys.stdout.errors);"
                     "harness.ranks.meeting.report_lost_rank(KeyboardInterrupt, KeyboardInterrupt(), None)")
     assert (process.communicate(timeout=300)[1], process.returncode) == ("interrupted\n", 130)
