@@ -42,15 +42,15 @@ class Link(NamedTuple):
 
 
 def tuned_ddp(measured, sweep):
-    """Return DDP's row with the best size of bucket; None where no size was tried, or nothing was measured.
+    """Return DDP's fastest row, of the default or the swept size; None without a sweep, or if nothing was measured.
 
-    If DDP has no row with a size although there was a sweep, the default size was the best.
+    A sweep is short, so the size that it has chosen may turn out to be slower than the default.
     """
     of_ddp = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
-    with_size = [row for row in of_ddp if row.row_id.bucket_mb is not None]
-    if with_size:
-        return min(with_size, key=lambda row: row.median_ms)
-    return measured.timed(REFERENCE) if sweep else None
+    has_size = any(row.row_id.bucket_mb is not None for row in of_ddp)
+    if not of_ddp or not (sweep or has_size):
+        return None
+    return min(of_ddp, key=lambda row: row.median_ms)
 
 
 def over_floor(measured, link, row):

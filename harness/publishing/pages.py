@@ -235,7 +235,8 @@ CELLS = {
     "each_7b": (PLAN, "time", "stage 4 bf16", "each", ",.0f"),
     "once_70b": (PLAN_70B, "time", "stage 4 bf16", "once", ",.0f"),
     "each_70b": (PLAN_70B, "time", "stage 4 bf16", "each", ",.0f"),
-    "ddp_2_5gbit": ("network_2.5gbit.json", "curve", "DDP, tuned buckets", "2.5gbit", ""),
+    "ddp_2_5gbit": ("network_2.5gbit.json", "curve", "DDP, default buckets", "2.5gbit", ""),
+    "stage4_2_5gbit": ("network_2.5gbit.json", "curve", "stage 4, overlap", "2.5gbit", ""),
     "gpu_over_ddp": (GPU_FILE, "overlap", "stage 4 overlap", "over_ddp", ".2f"),
 }
 

@@ -154,10 +154,13 @@ def test_a_link_has_a_floor_and_a_row_that_failed_has_no_figures():
 
 
 def test_stage_4_is_compared_with_the_ddp_that_is_best():
-    """DDP is tuned where a size beat the default, has the default where the default won, and is unknown unswept."""
+    """DDP is tuned where a size beat the default, has the default where that was faster, and is unknown unswept."""
     default_is_best = dataclasses.replace(MEASURED, rows=[MEASURED.rows[0], MEASURED.rows[1], *MEASURED.rows[3:]])
+    slower = Row(RowId("ddp", 2), rounds_ms=[170, 170])
+    size_is_slower = dataclasses.replace(default_is_best, rows=[*default_is_best.rows, slower])
     for measured, sweep, size, over in ((MEASURED, None, "2 MiB", "0.96"),
                                         (default_is_best, MEASURED, "default", "0.78"),
+                                        (size_is_slower, MEASURED, "default", "0.78"),
                                         (default_is_best, None, "–", "–")):
         tuned = links.tuned_ddp(measured, sweep)
         lines = dict(texts_of(links.curve_sheet(measured, LINK, tuned)))
