@@ -18,16 +18,16 @@ GAP = 12
 CELL = 23
 LINE = 11
 WIDTH = 500
-UNIT = 22.5  # pixels of a unit of the clock
+UNIT = 28  # pixels of a unit of the clock
 HEIGHT = 118  # of a system
-SECONDS_A_UNIT = 0.45
+SECONDS_A_UNIT = 0.56
 PAUSE_S = 2.2
 # In units of the clock.
 BACKWARD = 4
 FORWARD = 2
-HALF = 5.92  # of an all-reduce
-UPDATE = 0.4  # of all parameters
-BUCKET = 0.32  # until the first bucket is full
+HALF = 4.105  # of an all-reduce
+UPDATE = 0.2  # of all parameters
+BUCKET = 0.25  # until the first bucket is full
 JUST_AFTER_0 = 0.01  # what is there at 0 is seen before the clock starts, too
 ROWS = ("parameters", "gradients", "moments", "")  # the last: the other moments
 
