@@ -80,12 +80,9 @@ def link_sheet(measured, link):
         [f"Ratios: medians, round by round. {METHODS}", *measured.failures()])
 
 
-def ladder_sheet(measured, link, tuned):
+def ladder_sheet(measured, tuned):
     """Make the measured columns of README's table. `tuned`: see `tuned_ddp`."""
     ddp = tuned or measured.timed(REFERENCE)
-    words = f"tuned DDP's ({tuned.row_id.size} buckets)" if tuned else "DDP's with its default buckets"
-    settings = measured.settings
-    made = measured.conditions.made
 
     def row_of(rung):
         return ddp if rung.row == REFERENCE else measured.timed(rung.row)
@@ -99,11 +96,7 @@ def ladder_sheet(measured, link, tuned):
         return row.over(ddp) if row else None
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "peak": column("peak memory, MB", peak, form=".0f", unit=1e6),
-        "time": column("time ÷ DDP's", time, form=".2f")},
-        [f"The peak includes activations of {settings.batch_size} sequences. DDP's buckets are there in the forward "
-         "pass, too, where replicated training has no gradients. "
-         f"Time: `DistributedOptimizer`'s step, divided by {words}. Two emulated hosts, {link.words}, median of "
-         f"{settings.rounds} rounds ({made.machine}, {made.date})."])
+        "time": column("time ÷ DDP's", time, form=".2f")})
 
 
 # -------------------------------------------------------------------------------------------------- One link to another

@@ -275,7 +275,7 @@ def report_of(measured, link, sweep, accumulation, n_cores):
     if stage4 and measured.timed(COMPUTE_ONLY) and measured.timed(ALL_GATHER):
         sheets["curve"] = links.curve_sheet(measured, link, tuned)
     if all(measured.find(name) for name in LADDER):
-        sheets["ladder"] = links.ladder_sheet(measured, link, tuned)
+        sheets["ladder"] = links.ladder_sheet(measured, tuned)
     figures = {"over_tuned": f"{stage4.over(tuned):.2f}"} if stage4 and tuned else {}
     words = measured.words(f" on 2 hosts of {n_cores} core(s), TCP {TCP}")
     return Report(measured.conditions.made, sheets, words, figures, links.to_draw(measured, link, sweep, tuned))

@@ -133,16 +133,24 @@ def curve():
 CORES = {"1 naive broadcast": STAGE_1, "2 all-gather": STAGE_2, "3 grad buffer": STAGE_3, "4 overlap": STAGE_4}
 
 
+LADDER_NOTE = """\
+After a step a rank holds 8 + 8/d bytes per parameter in stages 1 to 3, 4 + 12/d and the bucket buffers in stage 4, and
+16/d with FSDP2. Multiply the values sent by (d-1)/d; stage 2 also sends padding. Peak memory includes activations. Time
+is that of a whole training step with `DistributedOptimizer`, divided by a step of DDP with its best bucket size, measured on
+two hosts that a machine of two cores emulates."""
+
+
 def ladder():
     """Return README's table: what is counted, what two hosts with the slowest link measured, and lines of the cores."""
     counted = load("bench.json").sheets["ladder"]
-    measured = load(f"network_{RATES[0]}.json").sheets["ladder"]
+    report = load(f"network_{RATES[0]}.json")
+    measured = report.sheets["ladder"]
     lines = tables.sheet_of("", counted.row_keys, {
         "stage": name_column(str),
         "lines": column("code lines of the core", lambda title: core_lines(tables.ROOT / CORES[title])
                         if title in CORES else None)})
     joined = beside("", counted, measured, lines)
-    joined.notes = [" ".join(joined.notes)]
+    joined.notes = [LADDER_NOTE, f"Link: {report.drawn['rate']}. {tables.made_line(report.made, report.conditions)}"]
     return tables.markdown(joined)
 
 
