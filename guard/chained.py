@@ -66,14 +66,23 @@ class Chained:
         for optimizer in optimizers:
             optimizer._chain = weakref.ref(self)  # skipping.py refuses a GradScaler that steps one optimizer alone
 
-    param_groups = property(lambda self: sum([optimizer.param_groups for optimizer in self.optimizers], []))
-    # parameter -> its state
-    state = property(lambda self: dict(sum([list(optimizer.state.items()) for optimizer in self.optimizers], [])))
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        """Return a dict: parameter -> its state."""
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+
+    @property
+    def _grads_elsewhere(self):
+        return any(optimizer._grads_elsewhere for optimizer in self.optimizers)
+
     zero_grad = method_of_each("zero_grad")
     set_requires_gradient_sync = method_of_each("set_requires_gradient_sync")
     prefetch_params = method_of_each("prefetch_params")  # only stage 4 has this method and the next
     finish_param_sync = method_of_each("finish_param_sync")
-    _grads_elsewhere = property(lambda self: any(optimizer._grads_elsewhere for optimizer in self.optimizers))
 
     def finish_grad_sync(self, **arguments):
         """Average the gradients of each optimizer. Raises what an optimizer's `finish_grad_sync` raises."""

@@ -15,7 +15,6 @@ defines:
     _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(); a buffer may have it instead
     _take_model_changes()       update main parameters where other code has written into the model
     has_grads                   whether this rank is between backward() and step()
-    _stage, _buffers_in_words() texts for repr()
     _grads_elsewhere            whether gradients of this step are, or were, in other places than param.grad
     _param_grad_holds           what torch's clipping finds in param.grad, see guard/scaling.py; a buffer may have it
 
@@ -48,7 +47,6 @@ RANGE = (13,)
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # of the core
     _before_average: Callable[[dict], bool]
-    _stage: int
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
     _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -63,7 +61,8 @@ class Guarded(torch.optim.Optimizer):
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core and its bases
         self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
-        self.process_group, self.average_over = process_group, average_over
+        self.process_group = process_group
+        self.average_over = average_over
         return checked_groups(self, params, settings)
 
     @property
@@ -176,7 +175,8 @@ class Guarded(torch.optim.Optimizer):
         if self._states.accessed_params:
             self._states.cut_whole_tensors()
         self._take_model_changes()
-        with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext(), named("inner step"):
+        context = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
+        with context, named("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(own_group))  # some optimizers count steps there
@@ -308,27 +308,15 @@ class Guarded(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(param is other for other in group["params"]))
         shape, dtype = self._stepped_as(param)
         schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
-        return [*(schema.entries if schema else ()), *([MAIN_PARAM] if dtype != param.dtype else ())]
+        names = list(schema.entries) if schema else []
+        if dtype != param.dtype:
+            names.append(MAIN_PARAM)
+        return names
 
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
         if error := error_if_settings_differ(settings_of(self.param_groups), self.process_group):
             raise error
-
-    def __repr__(self):
-        """Return a text: how much of the model and of the state this rank has, and torch's text about the groups."""
-        if self._states is None:  # the constructor has failed
-            return super().__repr__()
-        tensors = [value for state in self.optimizer.state.values() for value in state.values()
-                   if isinstance(value, torch.Tensor)]
-        n_own = sum(main.numel() for main in all_params(self.optimizer))
-        n_all = sum(getattr(param, "_local_tensor", param).numel() for param in self._params)
-        return (f"Stage {self._stage}, rank {self.rank} of {self.world_size}: updates {n_own:,} of {n_all:,} elements; "
-                f"state: {sum(tensor.nbytes for tensor in tensors):,} bytes{self._buffers_in_words()}\n"
-                f"{super().__repr__()}")
-
-    def _buffers_in_words(self):
-        return ""
 
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
@@ -342,8 +330,9 @@ class Guarded(torch.optim.Optimizer):
         # Nobody calls the constructor of such a class: the wrapper is made first, and gets this class then. So a class
         # whose constructor is called needs no forwarding.
         for kind in cls.__mro__:
-            for name in [name for name, value in vars(kind).items() if isinstance(value, ForwardedAttribute)]:
-                delattr(kind, name)
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, ForwardedAttribute):
+                    delattr(kind, name)
         optimizer = super().__new__(cls)
         optimizer._itself = weakref.ref(optimizer)  # a wrapper copies this attribute, and so finds the optimizer
         return optimizer
@@ -353,10 +342,11 @@ class Guarded(torch.optim.Optimizer):
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls):  # this step calls our step, which calls the hooks
             cls.step.hooked = True
-        for base in [base for base in cls.__bases__[1:] if issubclass(base, Guarded)]:
-            for name in dir(base):
-                if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
-                    setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
+        for base in cls.__bases__[1:]:
+            if issubclass(base, Guarded):
+                for name in dir(base):
+                    if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
+                        setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
 
 
 def named(name):

@@ -263,8 +263,9 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
     if n_saved != n_own:
         raise ValueError(f"this state_dict has groups of {n_saved} parameters, this optimizer has {n_own}")
     keys = [key for group in saved_groups for key in group["params"]]  # indices, or names in the same order
-    if unknown := [key for key in states.keys() - set(keys) if not isinstance(key, str)]:
-        raise ValueError(f"this state_dict has a state of {unknown[0]!r}, which is in none of its groups")
+    for key in states.keys() - set(keys):
+        if not isinstance(key, str):
+            raise ValueError(f"this state_dict has a state of {key!r}, which is in none of its groups")
     main_params = []
     state_of = {}
     for key, part in zip(keys, parts_of(optimizer)):

@@ -36,7 +36,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             some parameters can't be kept in `grad_dtype`.
     """
 
-    _stage = 3
     buffer_class = GuardedBuffer
     _probe = staticmethod(check_elementwise)
 
