@@ -176,7 +176,7 @@ class Guarded(torch.optim.Optimizer):
             self._states.cut_whole_tensors()
         self._take_model_changes()
         context = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
-        with context, named("inner step"):
+        with context, profiler_range("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(own_group))  # some optimizers count steps there
@@ -349,7 +349,7 @@ class Guarded(torch.optim.Optimizer):
                         setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
 
 
-def named(name):
+def profiler_range(name):
     """Return a context that torch.profiler shows under this name. Without a profiler the context costs nothing."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 

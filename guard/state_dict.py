@@ -105,9 +105,9 @@ def gather_over(groups):
     def gather(value):
         values = [value]
         for group in groups:
-            lists = [None] * dist.get_world_size(group)
-            dist.all_gather_object(lists, values, group=group)
-            values = sum(lists, [])
+            values_of_ranks = [None] * dist.get_world_size(group)
+            dist.all_gather_object(values_of_ranks, values, group=group)
+            values = list(itertools.chain(*values_of_ranks))
         return values
     return gather
 

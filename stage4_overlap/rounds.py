@@ -8,11 +8,12 @@ group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rou
 
 import collections
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from guard.dropping import lost
+from guard.dropping import gradient_lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
@@ -54,14 +55,19 @@ class Rounds:
     """
 
     def __init__(self):
-        self.is_accumulating, self.unused = False, set()
-        self.with_grad, self.with_zeros = set(), set()
+        self.is_accumulating = False
+        self.unused = set()
+        self.with_grad = set()
+        self.with_zeros = set()
         self.start()
 
     def start(self):
         """Count anew, after a step. Only `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
-        self.n, self.is_open, self.went_backward = 0, False, False
-        self.settings, self.settings_differ = {}, False
+        self.n = 0
+        self.is_open = False
+        self.went_backward = False
+        self.settings = {}
+        self.settings_differ = False
         self.backward_pass = lambda: None
         self.drop()
 
@@ -75,8 +81,11 @@ class Rounds:
 
     def drop(self):
         """Forget all gradients. The rounds that have sent them still count, and the ranks compare their number."""
-        self.n_dropped, self.is_synced = self.n, False
-        self.used, self.waiting, self.lost = set(), set(), set()
+        self.n_dropped = self.n
+        self.is_synced = False
+        self.used = set()
+        self.waiting = set()
+        self.lost = set()
 
 
 class BackwardPass:
@@ -87,7 +96,8 @@ class BackwardPass:
     """
 
     def __init__(self, at_end):
-        self.at_end, self.handle = at_end, None
+        self.at_end = at_end
+        self.handle = None
         self._queue()
 
     def _queue(self, *_):
@@ -124,19 +134,25 @@ def host_group(process_group, device):
     """
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
-        N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
-        name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.ProcessGroupGloo(
-            store, dist.get_rank(group), group.size(), group._get_backend(device).options._timeout)
+        HOST_GROUPS[group] = None
+        if "cpu" not in backends_of(group):
+            N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
+            name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
+            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            timeout = group._get_backend(device).options._timeout
+            HOST_GROUPS[group] = dist.ProcessGroupGloo(store, dist.get_rank(group), group.size(), timeout)
     return HOST_GROUPS[group]
 
 
-def agree_on_rounds(rounds, params, faults, process_group):
-    """Return (used, wrong, n_rounds), the same on every rank. Collective.
+class Agreement(NamedTuple):
+    """What all ranks know after they have agreed. Lists are in the order of the parameters."""
+    used: list  # whether any rank has used the parameter: 1 or 0
+    wrong: list  # its worst fault on any rank, or 0
+    n_rounds: int  # the largest number of rounds
 
-    used, wrong: lists in the order of `params`: whether any rank has used the parameter, and its worst fault or 0.
-    n_rounds: the largest number of rounds.
+
+def agree_on_rounds(rounds, params, faults, process_group):
+    """Return the Agreement of all ranks. Collective.
 
     The step calls this function, not the end of a backward pass: until the step another pass may follow, a program may
     assign gradients, and a scheduler may set the lr.
@@ -151,11 +167,12 @@ def agree_on_rounds(rounds, params, faults, process_group):
         if has_grad:
             n_rounds = rounds.n + 1  # no_sync() has kept this gradient: one more round will send it
         is_used = has_grad or id(param) in rounds.used
+        is_missing = param.requires_grad and not is_used
         used.append(is_used)
-        wrong.append(faults.get(id(param)) or (MISSING if param.requires_grad and not is_used else 0))
+        wrong.append(faults.get(id(param), MISSING if is_missing else 0))
     checksum = checksum_of(rounds.settings)  # all ranks have the same if the largest equals the smallest
-    report = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
-    report = torch.tensor(report, dtype=torch.int32, device="cpu")
+    facts = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
+    report = torch.tensor(facts, dtype=torch.int32, device="cpu")
     hosts = host_group(process_group, params[0].device)
     if hosts is None:
         dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
@@ -165,19 +182,20 @@ def agree_on_rounds(rounds, params, faults, process_group):
         hosts.allreduce([report], options).wait()
     *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     rounds.settings_differ = largest != -minus_smallest
-    return of_params[: len(params)], of_params[len(params) :], n_rounds
+    return Agreement(of_params[: len(params)], of_params[len(params) :], n_rounds)
 
 
 def error_of(wrong, groups, find_unused_parameters):
     """Return an exception for the worst fault in `wrong`, or None."""
     worst = max(wrong)
-    if worst == 0 or worst == MISSING and find_unused_parameters:
+    least_error = LATE if find_unused_parameters else MISSING
+    if worst < least_error:
         return None
     names = [name for (name, _), fault in zip(named_params(groups), wrong) if fault == worst]
     if worst == MOVED:
         return data_replaced(names[0])
     if worst == LOST:
-        return lost(names[0])
+        return gradient_lost(names[0])
     if worst == LATE:
         return RuntimeError(f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too "
                             "late, go backward in no_sync(), and take DDP off the model")
