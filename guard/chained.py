@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .groups import all_params
 from .guarded import mean_loss
-from .scaling import clip_grads, gather_norms
+from .scaling import clip_grads, tensors_of_ranks
 from .skipping import found_inf
 from .state_dict import load_state_dicts
 
@@ -136,7 +136,7 @@ class Chained:
         shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
                   for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
-        norm = torch.linalg.vector_norm(gather_norms(share, self._agreement_group), float(norm_type))
+        norm = torch.linalg.vector_norm(tensors_of_ranks(share, self._agreement_group), float(norm_type))
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
         return clip_grads(params, max_norm, norm, error_if_nonfinite)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import stage4_overlap
 from guard.groups import name_of
-from guard.scaling import gather
+from guard.scaling import tensors_of_ranks
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
@@ -45,7 +45,7 @@ class ShardedOptimizer(OverlapOptimizer):
         ranks = dist.get_process_group_ranks(group)
         own_flags = torch.stack([*self.is_finite.values()]).to(torch.uint8)
         self.is_finite = {}
-        bad_places = (gather(own_flags, group) == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
+        bad_places = (tensors_of_ranks(own_flags, group) == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
         if bad_places:
             bad = [f"{name_of(params[place], self.param_groups)} on rank {ranks[rank]}" for rank, place in bad_places]
             self.zero_grad()
