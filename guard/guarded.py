@@ -15,6 +15,7 @@ defines:
     _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(); a buffer may have it instead
     _take_model_changes()       update main parameters where other code has written into the model
     has_grads                   whether this rank is between backward() and step()
+    _stage, _buffers_in_words() texts for repr()
     _grads_elsewhere            whether gradients of this step are, or were, in other places than param.grad
     _param_grad_holds           what torch's clipping finds in param.grad, see guard/scaling.py; a buffer may have it
 
@@ -47,6 +48,7 @@ RANGE = (13,)
 class Guarded(torch.optim.Optimizer):
     __init__: Callable[..., None]  # of the core
     _before_average: Callable[[dict], bool]
+    _stage: int
     _takes_dtensors = _takes_channels_last = _steps_whole_params = False
     _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
@@ -317,6 +319,21 @@ class Guarded(torch.optim.Optimizer):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
         if error := error_if_settings_differ(settings_of(self.param_groups), self.process_group):
             raise error
+
+    def __repr__(self):
+        """Return a text: how much of the model and of the state this rank has, and torch's text about the groups."""
+        if self._states is None:  # the constructor has failed
+            return super().__repr__()
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()
+                   if isinstance(value, torch.Tensor)]
+        n_own = sum(main.numel() for main in all_params(self.optimizer))
+        n_all = sum(getattr(param, "_local_tensor", param).numel() for param in self._params)
+        return (f"Stage {self._stage}, rank {self.rank} of {self.world_size}: updates {n_own:,} of {n_all:,} elements; "
+                f"state: {sum(tensor.nbytes for tensor in tensors):,} bytes{self._buffers_in_words()}\n"
+                f"{super().__repr__()}")
+
+    def _buffers_in_words(self):
+        return ""
 
     def __getstate__(self):
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")

@@ -24,3 +24,5 @@ class DistributedOptimizer(OfWholeParams, ShardedOptimizer):
         RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
         ValueError: `optimizer_cls` updates all tensors together, as L-BFGS does, and a share differently.
     """
+
+    _stage = 1

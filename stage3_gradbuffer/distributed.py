@@ -36,6 +36,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             some parameters can't be kept in `grad_dtype`.
     """
 
+    _stage = 3
     buffer_class = GuardedBuffer
     _probe = staticmethod(check_elementwise)
 

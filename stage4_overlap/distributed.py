@@ -153,6 +153,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             `reduce_dtype` is not one of the values above.
     """
 
+    _stage = 4
     _probe = staticmethod(check_elementwise)
     _takes_dtensors = True
     _param_grad_holds = "nothing"  # except for gradients that wait for a later round
@@ -391,6 +392,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         for bucket in self.buckets:
             for r, (param, main) in zip(bucket.ranges, bucket.main_params.items()):
                 yield param, r.start, r.stop, main
+
+    def _buffers_in_words(self):
+        return f"; buckets: {len(self.buckets)}, with buffers of {self.bucket_buffer_bytes:,} bytes"
 
     @property
     def bucket_buffer_bytes(self):

@@ -45,7 +45,8 @@ class ShardedOptimizer(OverlapOptimizer):
         ranks = dist.get_process_group_ranks(group)
         own_flags = torch.stack([*self.is_finite.values()]).to(torch.uint8)
         self.is_finite = {}
-        bad_places = (tensors_of_ranks(own_flags, group) == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
+        flags_of_ranks = tensors_of_ranks(own_flags, group)
+        bad_places = (flags_of_ranks == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
         if bad_places:
             bad = [f"{name_of(params[place], self.param_groups)} on rank {ranks[rank]}" for rank, place in bad_places]
             self.zero_grad()

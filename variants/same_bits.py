@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import stage4_overlap
-from guard.scaling import gather
+from guard.scaling import tensors_of_ranks
 from stage4_overlap.buffer import Bucket, BucketBuffer, cut_ranges, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 from stage4_overlap.transport import transport_for
@@ -131,7 +131,7 @@ class SumsLeaves:
     def mean_over_leaves(self, losses):
         """Return the mean loss of all leaves, for a log. `losses`: scalar tensors of this rank's leaves. Collective."""
         own_losses = torch.stack([loss.detach() for loss in losses])
-        all_losses = gather(own_losses, self.process_group).flatten()
+        all_losses = tensors_of_ranks(own_losses, self.process_group).flatten()
         return add_in_pairs(list(all_losses)) / self.leaves
 
 
@@ -223,7 +223,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         for bucket in self.buckets:
             for grads in bucket.grads_of_leaf_shards(self.own_leaves()):
                 norms.append(torch.nn.utils.get_total_norm(grads or no_grads, norm_type))
-        norms_of_ranks = gather(torch.stack(norms), self.process_group)  # (rank, bucket and leaf)
+        norms_of_ranks = tensors_of_ranks(torch.stack(norms), self.process_group)  # (rank, bucket and leaf)
         by_rank = norms_of_ranks.view(self.world_size, len(self.buckets), -1)
         by_bucket = by_rank.transpose(0, 1).flatten()  # bucket, rank, leaf
         return torch.linalg.vector_norm(by_bucket, float(norm_type))

@@ -36,7 +36,7 @@ def test_cores_and_guards_can_be_read():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 assert len(code & set(range(node.lineno, node.end_lineno + 1))) <= 25, f"{path}: {node.name}"
-    assert len(all_code(GUARDS)) <= 2150  # each line states one fact
+    assert len(all_code(GUARDS)) <= 2180  # each line states one fact
 
 
 def test_the_difference_between_two_cores_is_one_idea():

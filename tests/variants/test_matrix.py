@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from guard.scaling import gather
+from guard.scaling import tensors_of_ranks
 from tests.common import on_ranks, trainable
 from tests.pairs import Pair
 
@@ -100,7 +100,7 @@ def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype_name, 
         if situation == "data":
             clamp_data(pair)
     end = values(pair.model)
-    assert (gather(end, None) == end).all(), "the ranks have different parameters"
+    assert (tensors_of_ranks(end, None) == end).all(), "the ranks have different parameters"
     tolerance = 2e-2 if DTYPES[dtype_name].itemsize == 2 or variant in FEWER_BITS else 1e-5
     torch.testing.assert_close(end, values(pair.replicated.model), rtol=tolerance, atol=tolerance / 4)
     assert (end - start).abs().max() > 5 * tolerance, "this shows nothing: the parameters have hardly moved"
