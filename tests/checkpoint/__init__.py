@@ -12,7 +12,6 @@ from harness.ranks.meeting import Rank
 from tests.common import STAGES, Net, batch, loss_of, optimizer_of
 
 SHARDED = STAGES[2:]  # stages 3 and 4
-ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 ONE_PROCESS = Rank(0, 1, torch.device("cpu"), "gloo")  # stands for a program without process groups
 
 
