@@ -112,7 +112,10 @@ def add_group(training):
 
 def save_and_load(training):
     saved = copy.deepcopy(training.optimizer.state_dict())
-    training.build([{"params": group["params"]} for group in training.optimizer.param_groups])
+    first, *added = [{"params": group["params"]} for group in training.optimizer.param_groups]
+    training.build([first])
+    for group in added:
+        training.optimizer.add_param_group(group)
     training.optimizer.load_state_dict(saved)
 
 

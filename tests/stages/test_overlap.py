@@ -32,10 +32,11 @@ class Branches(nn.Module):
     def __init__(self, seed, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(seed)
+        self.dtype = dtype
         self.layers = nn.ModuleList(nn.Linear(7, 7, dtype=dtype) for _ in range(6))
 
     def forward(self, x):
-        x = x.to(self.layers[0].weight.dtype)
+        x = x.to(self.dtype)
         return sum(torch.tanh(layer(x)) for layer in self.layers).float()
 
 
