@@ -20,7 +20,7 @@ def train(rank, n_expert_ranks, is_plain=False):
     model = moe.make_model(mesh["ep"].get_group())
     if is_plain:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        clip = functools.partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+        clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
     else:
         optimizer = moe.make_optimizer(model, mesh["edp"].get_group(), lr=0.01)
         clip = optimizer.clip_grad_norm_
