@@ -1,8 +1,8 @@
 """A recording: frames of all ranks on one clock, as plain data that json can hold: for page, terminal and figures.
 
-The clock isn't the wall's, but of what ranks can know of each other. A rank does one line a frame. A message arrives a
-frame after it has left, at the soonest, and a collective ends a frame after the last rank has begun it; until then who
-waits stays at its line. Two recordings give the same frames.
+The clock is logical: it orders only what messages order, so two recordings give the same frames. A rank executes one
+line per frame. A message arrives at the earliest one frame after it has left, and a collective ends one frame after the
+last rank has begun it. A rank that waits stays at its line until then.
 
 ranks, params    of the program; params: elements of each parameter
 files        [name, source], those of the core; the loop's first
@@ -10,8 +10,9 @@ functions    [name, file, first line, last line, docstring]
 owners       for each element the rank that steps it, or -1 where every rank does
 storages     {rank, row, part, numel, nbytes}
 sent_bytes   by each rank in a step, on average
-operations   {kind, whole, what, params, start, end, arrows, moves}; start: the first frame in which a rank sends, end:
-             the frame in which all has arrived. An all-reduce is two operations, whose `whole` is "all-reduce"
+operations   {kind, whole, what, params, start, end, arrows, moves}; kind: of collective; what: "gradients" or
+             "parameters"; start: the first frame in which a rank sends, end: the frame in which all has arrived. An
+             all-reduce is two operations, whose `whole` is "all-reduce"
     arrows   [from, to, bytes, first frame, that of arrival]
     moves    for each arrow the cells that fly: [storage, first cell, storage where they arrive, first cell, how many]
 frames       {phase, step, at, memory}: differences to the frame before
@@ -38,7 +39,7 @@ class Cell(NamedTuple):
 
 
 def folded(events):
-    """Fold rounds of a loop after its first into the event before: unless they send, or call what waits."""
+    """Merge each later iteration of a loop into the event before, if the iteration neither sends nor waits."""
     result = []
     n_starts = 0
     n_starts_at = {}  # place -> how many messages had left when the rank was there last
@@ -47,6 +48,7 @@ def folded(events):
         event = events[index]
         place = event.stack[-1:]
         body = body_of(events, index)
+        # The rank is back at a line, and has sent nothing since it was there.
         is_again = bool(result) and event.is_line and n_starts_at.get(place) == n_starts
         calls_what_waits = any(inner.ends and len(inner.stack) > len(event.stack) for inner in body)
         if is_again and not calls_what_waits and not any(inner.starts for inner in body):
@@ -75,14 +77,14 @@ def body_of(events, index):
     return body
 
 
-def in_frames(ranks):
-    """Return for each frame {rank: its event}, of ranks that move in the frame. ranks: the events of each."""
-    waiting = [deque(events) for events in ranks]
+def in_frames(events_of_ranks):
+    """Return for each frame {rank: its event}, of the ranks that move in the frame."""
+    waiting = [deque(events) for events in events_of_ranks]
     frames = []
     n_callers = Counter()  # key of an operation -> how many ranks have begun it
     while any(waiting):
         frame = {rank: events[0] for rank, events in enumerate(waiting)
-                 if events and all(n_callers[key] == len(ranks) for key in events[0].ends)}
+                 if events and all(n_callers[key] == len(waiting) for key in events[0].ends)}
         if not frame:
             raise RuntimeError("ranks wait for each other for ever")
         for rank, event in frame.items():
@@ -98,7 +100,7 @@ def recording(records, program):
     functions = []
     for file, source in enumerate(records[0].sources.values()):
         functions += functions_in(file, ast.parse(source))
-    first_lines = [(files[file], first) for _, file, first, *_ in functions]
+    function_places = [(files[file], first) for _, file, first, *_ in functions]
     storages = {}  # (rank, uid) -> number
     for rank, record in enumerate(records):
         for event in record.events:
@@ -107,12 +109,12 @@ def recording(records, program):
     schedule = in_frames([record.events for record in records])
     frames = []
     before = [{} for _ in records]
-    leader = records[0].events[0]
+    event_of_rank_0 = records[0].events[0]
     for events in schedule:
-        leader = events.get(0, leader)
-        frame = {"phase": leader.phase, "step": leader.step, "at": [], "memory": []}
+        event_of_rank_0 = events.get(0, event_of_rank_0)
+        frame = {"phase": event_of_rank_0.phase, "step": event_of_rank_0.step, "at": [], "memory": []}
         for rank, event in events.items():
-            stack = [[first_lines.index((place.file, place.first_line)), place.line] for place in event.stack]
+            stack = [[function_places.index((place.file, place.first_line)), place.line] for place in event.stack]
             frame["at"].append([rank, stack])
             for uid in before[rank] | event.cells:
                 cells = event.cells.get(uid)
@@ -139,7 +141,7 @@ def recording(records, program):
 
 
 def functions_in(file, parent, prefix=""):
-    """Return each function in a tree, as `functions` has it, outer ones before inner ones."""
+    """Return each function in a tree as an entry of recording["functions"], outer functions before inner ones."""
     functions = []
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef):
@@ -151,7 +153,7 @@ def functions_in(file, parent, prefix=""):
 
 
 def operations(schedule, params, storages):
-    """Return what the ranks send, as `operations` has it. A call of each rank belongs to an operation."""
+    """Return what the ranks send, as recording["operations"]. An operation consists of one call per rank."""
     calls = {}  # key -> {rank: Operation}
     sent = {}  # key -> Cells that are sent, of all ranks
     starts = {}  # (key, rank) -> number of a frame
@@ -166,24 +168,24 @@ def operations(schedule, params, storages):
             for key in event.ends:
                 ends[key, rank] = number
     result = []
-    for key, of_ranks in calls.items():
+    for key, call_of_rank in calls.items():
         arrows = []
         moves = []
-        for sender, receiver in itertools.permutations(sorted(of_ranks), 2):
-            if of_ranks[sender].root in (None, sender):
-                *cells, n_cells = move_of(of_ranks, sender, receiver, storages)
+        for sender, receiver in itertools.permutations(sorted(call_of_rank), 2):
+            if call_of_rank[sender].root in (None, sender):
+                *endpoints, n_cells = move_of(call_of_rank, sender, receiver, storages)
                 end = ends.get((key, receiver), len(schedule))  # nobody may have waited for it
                 arrows.append([sender, receiver, CELL_BYTES * n_cells, starts[key, sender], end])
-                moves.append([*cells, n_cells])
+                moves.append([*endpoints, n_cells])
         result.append({
-            "kind": of_ranks[0].kind, "whole": of_ranks[0].whole, **contents(sent[key], params),
+            "kind": call_of_rank[0].kind, "whole": call_of_rank[0].whole, **contents(sent[key], params),
             "start": min(start for _, _, _, start, _ in arrows), "end": max(end for _, _, _, _, end in arrows),
             "arrows": arrows, "moves": moves})
     return result
 
 
 def contents(cells, params):
-    """Return the kind of what is sent, and the parameters that are sent whole or whose gradients are.
+    """Return what is sent, gradients or parameters, and of which parameters all elements are sent.
 
     In padding there may be some elements of what was sent before, but never all of a parameter.
     """
@@ -201,11 +203,11 @@ def contents(cells, params):
     return {"what": what, "params": sent}
 
 
-def move_of(of_ranks, sender, receiver, storages):
-    """Return the cells that fly from rank to rank, as `moves` has them. of_ranks: {rank: its Operation}."""
-    kind = of_ranks[sender].kind
-    uid, first, end = of_ranks[sender].reads
-    target_uid, target, target_end = of_ranks[receiver].writes
+def move_of(call_of_rank, sender, receiver, storages):
+    """Return the cells that fly from rank to rank, as an entry of `moves`. call_of_rank: {rank: its Operation}."""
+    kind = call_of_rank[sender].kind
+    uid, first, end = call_of_rank[sender].reads
+    target_uid, target, target_end = call_of_rank[receiver].writes
     n_cells = min(end - first, target_end - target)
     if kind == "reduce-scatter":
         first += receiver * n_cells

@@ -32,7 +32,7 @@ class Edit(NamedTuple):
 @dataclass(frozen=True)
 class Program:
     """Describes a run that is recorded, with AdamW and parameters of 32 bits."""
-    package: str  # of the core; "show.replicated" is the baseline
+    package: str  # whose ShardedOptimizer is recorded; "show.replicated" is the baseline
     ranks: int = 4
     params: tuple = (5, 2, 9)  # number of elements of each parameter
     bucket_bytes: int = 1  # for a core with buckets; 1: each parameter has a bucket of its own
@@ -45,20 +45,22 @@ class Program:
 class Record(NamedTuple):
     """What one rank has recorded, as plain data."""
     events: list  # of the steps that are shown, and of the forward pass after them: see Event in show/trace.py
-    storages: dict  # number of a storage -> one of `storages` in show/frames.py
+    storages: dict  # number of a storage -> {rank, row, part, numel, nbytes}
     owned: set  # elements that the rank updates
     sources: dict  # name of a file -> its text
 
 
 def plain_inputs(program):
-    """Return weights (n,) and gradients (steps + 1, d, n) that a reader can check."""
+    """Return weights (n,) and gradients (steps + 1, ranks, n) that a reader can check."""
     elements = torch.arange(1.0, sum(program.params) + 1)
     ranks = 100 * torch.arange(float(program.ranks))
-    steps = 20 * torch.arange(program.steps + 1.0)  # with the step after those shown, in which values may be read again
-    return 500 + 2 * elements, elements + ranks[:, None] + steps[:, None, None]
+    steps = 20 * torch.arange(program.steps + 1.0)  # one more step: its forward pass reads what the last step wrote
+    weights = 500 + 2 * elements
+    gradients = elements + ranks[:, None] + steps[:, None, None]
+    return weights, gradients
 
 
-def telling_inputs(program):
+def distinguishable_inputs(program):
     """Return weights and gradients of the same shapes, no two of which are alike: each has digits of its own."""
     generator = torch.Generator().manual_seed(53)
     n = sum(program.params)
@@ -67,7 +69,8 @@ def telling_inputs(program):
     def draw(*shape):
         return (1 + torch.rand(*shape, n, generator=generator)) * scale
 
-    return 64 * draw(), draw(program.steps + 1, program.ranks)  # updates would leave few digits of smaller weights
+    weights = 64 * draw()  # large beside the updates, which would leave few digits of smaller weights
+    return weights, draw(program.steps + 1, program.ranks)
 
 
 def core_module(package):
@@ -102,8 +105,8 @@ def edited(program):
 
 
 @contextlib.contextmanager
-def small_toys(package, cls):
-    """Within it, a few elements are cut into shards and sent as many elements are on a cluster."""
+def sharding_as_on_a_cluster(package, cls):
+    """Inside, a few elements are cut into shards and sent in the way in which a cluster does that with many."""
     with contextlib.ExitStack() as patches:
         torch.use_deterministic_algorithms(True)  # fills new memory with NaN
         patches.callback(torch.use_deterministic_algorithms, False)
@@ -133,7 +136,7 @@ def run_traced(rank, program, package, weights, grads):
         options = ADAMW | {"bucket_cap_mb": program.bucket_bytes / 2**20}
     trace = Trace(core_files(package), model)
     wires = Wires(trace)
-    with small_toys(package, cls), wires.collectives(), wires, trace:
+    with sharding_as_on_a_cluster(package, cls), wires.collectives(), wires, trace:
         optimizer = trace.optimizer = cls(model.parameters(), torch.optim.AdamW, **options)
         if has_buckets:
             optimizer.prefetch_params(model)
@@ -147,19 +150,20 @@ def replicated_steps(program, weights, grads):
     """Return the elements (n,) after each step, as one process computes them from averaged gradients."""
     param = torch.nn.Parameter(weights.clone())
     optimizer = torch.optim.AdamW([param], **ADAMW)
-    later = []
+    after_steps = []
     for step_grads in grads:
         param.grad = (step_grads / program.ranks).sum(0)
         optimizer.step()
-        later.append(param.detach().clone())
-    return later
+        after_steps.append(param.detach().clone())
+    return after_steps
 
 
 def record_rank(rank, program):
     """Return the Record of a rank."""
-    inputs = telling_inputs(program)
+    inputs = distinguishable_inputs(program)
     with edited(program) as package:
         trace = run_traced(rank, program, package, *plain_inputs(program))
+        # In a second run the digits of each value tell where the value comes from.
         telling = run_traced(rank, program, package, *inputs)
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     table = labels.Table(*inputs, replicated_steps(program, *inputs))
@@ -176,5 +180,5 @@ def record_rank(rank, program):
     owned = set()
     for param in trace.states():
         uid, first, end = trace.span(param)
-        owned |= {cell.element for cell in events[0].cells[uid][first:end]}
+        owned |= {cell.element for cell in events[0].cells[uid][first:end]}  # cells at the start name their element
     return Record(events, storages, owned, sources)

@@ -5,7 +5,8 @@ two lines was written by the first of the two. Memory is found by walking attrib
 functions that run. A storage is named after the first attribute that leads to the storage, or else after the first
 local variable. Storages are told apart by identity: an address is used again after a storage is freed.
 
-"Core" is the class that is shown, without its guard. All values that are shown have 32 bits: a cell is 4 bytes.
+The core is the optimizer class that is shown: a stage's `optimizer.py`, without the checks of guard/. All values that
+are shown have 32 bits: a cell is 4 bytes.
 """
 
 import ctypes
@@ -24,11 +25,11 @@ CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
 # What a line of loop.py contains -> the phase that begins with it.
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
 SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that torch fills
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; after the first step exp_avg is the average gradient itself
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
 class Place(NamedTuple):
-    """Names a line of a function that runs, or that waits for a function that it has called."""
+    """Names the current line of one function on the call stack."""
     file: str
     line: int
     function: str
@@ -43,8 +44,8 @@ class Span(NamedTuple):
     end: int
 
 
-class Named(NamedTuple):
-    """A value in memory. row, part, is_local: see Storage."""
+class NamedValue(NamedTuple):
+    """A value in memory, and the name that it gives a storage. row, part, is_local: see Storage."""
     value: object
     row: str = ""
     part: str = ""
@@ -53,7 +54,7 @@ class Named(NamedTuple):
 
 @dataclass
 class Storage:
-    """Memory that the picture shows. row: the label of its line of cells, such as "gradients". part: its name there."""
+    """Memory that the picture shows. row: the label of a row of cells, such as "gradients". part: the name there."""
     row: str
     part: str
     is_local: bool  # named after a local variable
@@ -63,16 +64,16 @@ class Storage:
 
 @dataclass
 class Event:
-    """Holds a line, and what the line did."""
+    """Holds a line of code, and what the line did; or a part of it: a message that leaves or arrives, a return."""
     stack: tuple  # of Places, outermost first
-    is_line: bool = True
+    is_line: bool = True  # False: the rank is still in the line of the event before
     phase: str = ""
     step: int = 0
     is_open: bool = True  # until the line is done
     memory: dict = field(default_factory=dict)  # each storage that is alive after the line -> its bytes
-    cells: dict = field(default_factory=dict)  # the same storages -> their cells, which show/labels.py makes
+    cells: dict = field(default_factory=dict)  # the same storages -> their cells; empty until show/labels.py makes them
     is_change: bool = False  # whether the line has changed `memory`
-    n_accesses: int = 0  # how many accesses the trace has noted after the line
+    n_accesses: int = 0  # how many accesses the trace had noted when the line was done
     starts: list = field(default_factory=list)  # Operations (show/wires.py) that leave
     ends: list = field(default_factory=list)  # keys of Operations that arrive
 
@@ -106,7 +107,7 @@ class Trace:
 
     def on_call(self, frame, event, argument):
         code = frame.f_code
-        # A lambda or a generator, or what computes a layer of loop.py.
+        # A lambda, a generator, or the forward pass of a layer of loop.py runs as a part of its caller's line.
         is_part_of_a_line = code.co_name.startswith("<") or code is loop.Weigh.forward.__code__
         if code.co_filename not in self.files or is_part_of_a_line:
             return None
@@ -190,15 +191,19 @@ class Trace:
         return self.uids[storage._cdata]
 
     def snapshot(self):
-        """Return the bytes of each storage that is alive: of the model, of the core, and of the inner optimizer."""
+        """Return the bytes of each storage that is alive, and note new storages in `storages`.
+
+        They are those of the model, of the core, and of the inner optimizer.
+        """
         memory = {}
         for named in self.named_tensors():
             tensor = named.value
             uid = self.uid_of(tensor)
             is_new = uid not in self.storages
-            if is_new or (self.storages[uid].is_local and not named.is_local):  # an attribute has the variable's value
+            # A storage that was named after a local variable gets the name of an attribute that leads to it now.
+            if is_new or (self.storages[uid].is_local and not named.is_local):
                 self.storages[uid] = Storage(named.row, named.part, named.is_local)
-            # A buffer that is seen as bytes has values in other views.
+            # Views of a buffer as bytes (uint8) are left out: another view shows its values.
             if tensor.is_floating_point() and uid not in memory:
                 whole = tensor.untyped_storage()
                 memory[uid] = ctypes.string_at(whole.data_ptr(), whole.nbytes())
@@ -217,7 +222,7 @@ class Trace:
             n_before += param.numel()
 
     def named_tensors(self):
-        """Return a Named for each tensor that attributes, lists and dicts of the core lead to."""
+        """Return a NamedValue for each tensor that attributes, lists and dicts of the core lead to."""
         tensors = []
         seen = set()
         for root in self.roots():
@@ -235,20 +240,21 @@ class Trace:
         """Return the values at which the walk begins, in the order in which they name storages."""
         roots = []
         for index, param in enumerate(self.model.parameters()):
-            roots += [Named(param, "parameters", f"p{index}"), Named(param.grad, "gradients", f"p{index}")]
+            roots.append(NamedValue(param, "parameters", f"p{index}"))
+            roots.append(NamedValue(param.grad, "gradients", f"p{index}"))
         in_core = [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
-        roots += [Named(frame.f_locals.get("self")) for frame, _ in in_core]
-        roots.append(Named(self.optimizer))
+        roots += [NamedValue(frame.f_locals.get("self")) for frame, _ in in_core]
+        roots.append(NamedValue(self.optimizer))
         for index, state in enumerate(self.states().values()):
-            roots += [Named(state.get(name), name, str(index)) for name in MOMENTS]
+            roots += [NamedValue(state.get(name), name, str(index)) for name in MOMENTS]
         for frame, place in in_core:
             arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]  # they are shown as the caller's variables
-            roots += [Named(value, f"{place.function}: {name}", is_local=True)
+            roots += [NamedValue(value, f"{place.function}: {name}", is_local=True)
                       for name, value in frame.f_locals.items() if name not in arguments]
         return roots
 
     def inside(self, named):
-        """Return a Named for each value in a list, a dict or an object of the core."""
+        """Return a NamedValue for each value in a list, a dict or an object of the core."""
         value = named.value
         if isinstance(value, dict):
             value = list(value.values())

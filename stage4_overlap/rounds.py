@@ -1,5 +1,6 @@
 """Tracks which gradients each backward pass has sent, and lets the ranks agree on that with one all-reduce per step.
 
+A round is a backward pass that sends gradients.
 The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
 and on whether something is wrong with a gradient. The host knows all this without its GPU, and sends it in a process
 group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rounds.py,
@@ -20,7 +21,7 @@ from guard.refuse import backends_of, data_replaced
 # Faults of a gradient; 0 is none. The ranks agree on the largest number.
 MISSING = 1
 LATE = 2  # a program has assigned it after the gradient of the backward pass had been sent
-LOST = 3  # model.zero_grad() should have dropped it alone, and it was sent together with others
+LOST = 3  # model.zero_grad() of a part of the model was to drop it, but its bucket had been sent with other gradients
 MOVED = 4  # its parameter no longer has the memory that this optimizer updates
 MOST_NAMES = 9  # the most names of parameters in an error
 
@@ -29,7 +30,7 @@ N_MADE: collections.Counter = collections.Counter()  # name of a group -> how ma
 
 
 class Rounds:
-    """Counts the rounds since the last step. A wrapper that copies an optimizer's attributes shares this one object.
+    """Counts the rounds since the last step. An optimizer and a wrapper that copies its attributes share this object.
 
     Sets have ids of parameters, because a tensor's own hash is slow.
 
@@ -48,8 +49,8 @@ class Rounds:
         with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
             are updated even if no rank uses them, as in torch.
         settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`.
-        settings_differ: whether the ranks have different settings, if only by rounding.
-        is_synced: whether the ranks have agreed on this round's facts, and every gradient was sent.
+        settings_differ: whether the settings differ between ranks, however little.
+        is_synced: whether the ranks have agreed, and every gradient was sent.
         backward_pass: function () -> the current BackwardPass or None; a weak reference.
         is_accumulating: whether we are inside no_sync.
     """
@@ -110,7 +111,7 @@ class BackwardPass:
         node = torch._C._current_autograd_node()  # the node of an outer pass that ran this pass
         if node is None:
             self.at_end()
-        else:
+        else:  # not the outermost pass: queue again when the node of the outer pass has run
             self.handle = node.register_hook(self._queue)
 
 
@@ -121,7 +122,8 @@ def what_is_wrong(rounds, params, buckets):
     for bucket in buckets:
         assigned.difference_update(map(id, bucket.ready))  # autograd has made the gradients of ready parameters
         moved += bucket.moved_params()
-    late = assigned if rounds.is_synced else assigned & rounds.used
+    late = assigned if rounds.is_synced else assigned & rounds.used  # when all are synced, every gradient was sent
+    # If a parameter has several faults, the last dict here wins.
     return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
@@ -152,7 +154,7 @@ class Agreement(NamedTuple):
 
 
 def agree_on_rounds(rounds, params, faults, process_group):
-    """Return the Agreement of all ranks. Collective.
+    """Return the Agreement of all ranks, and note in `rounds` what else they agree on. Collective.
 
     The step calls this function, not the end of a backward pass: until the step another pass may follow, a program may
     assign gradients, and a scheduler may set the lr.
@@ -180,9 +182,9 @@ def agree_on_rounds(rounds, params, faults, process_group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         hosts.allreduce([report], options).wait()
-    *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
+    *used_and_wrong, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     rounds.settings_differ = largest != -minus_smallest
-    return Agreement(of_params[: len(params)], of_params[len(params) :], n_rounds)
+    return Agreement(used_and_wrong[: len(params)], used_and_wrong[len(params) :], n_rounds)
 
 
 def error_of(wrong, groups, find_unused_parameters):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.measuring.ledger import NAMESPACES, Ledger
+from harness.measuring.ledger import COLLECTIVE_NAMESPACES, Ledger
 from harness.measuring.memory import Memory
 from harness.publishing.pictures import Message, RecordedStep, length, most_alive, overlap, union
 from harness.publishing.tables import Made, made_here
@@ -22,7 +22,7 @@ from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
 WARMUP_STEPS = 2  # DDP rebuilds buckets in step 2; after step 2 everything is allocated
-CHECKED_STEPS = 3  # step 2 is the first with exchanged parameters and with moments above zero; the Ledger counts step 3
+CHECKED_STEPS = 3  # step 2 is the first to use gathered parameters and nonzero moments; step 3 is for the Ledger
 
 
 class Settings(NamedTuple):
@@ -90,7 +90,7 @@ def tolerance(world_size):
     On one or two ranks every order of summation gives the same bits. On more ranks, sums differ in the last bits. AdamW
     divides a gradient by the gradient's size, so pure rounding noise becomes a step of up to lr. (The gradient of
     attention's key bias is such noise, because softmax cancels that bias.) With eps = 1e-6, noise moves a parameter by
-    a ten-thousandth of lr: 2e-7 was measured on 3 and 4 ranks, and 4e-6 with eps = 1e-8. A wrong stage moves a
+    a ten-thousandth of lr: 2e-7 was measured on 3 and 4 ranks, and 4e-6 with eps = 1e-8. A wrong row moves a
     parameter by lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
@@ -110,7 +110,7 @@ def reference_params(settings, rank, build, dtype):
 
 class Examined(NamedTuple):
     """One rank's figures of a row. A `_theory` is what the formula gives."""
-    difference: float  # the largest between a parameter of any rank and the reference's
+    difference: float  # the largest |own - reference| of any parameter, over all ranks
     collectives: dict  # {kind: how many}
     wire_bytes: int
     wire_bytes_theory: int
@@ -268,7 +268,7 @@ class Recorder(Ledger):
     """Is a ledger that also lists when operators ran, the phases of the steps, and the bytes that were alive.
 
     `busy`: [[start, end], …] in seconds of time.perf_counter, in order. `phases`: [(name, start, end), …]. `live`:
-    [(time, bytes alive from then on), …], which `memory` counts: enter `memory` first.
+    [(time, bytes alive from then on), …]. Use it inside `with memory:`, which counts these bytes.
     """
 
     def __init__(self, memory):
@@ -291,7 +291,7 @@ class Recorder(Ledger):
         live = self.memory.live
         if live != self.live[-1][1]:
             self.live.append((end, live))
-        if function.namespace in NAMESPACES:
+        if function.namespace in COLLECTIVE_NAMESPACES:
             return result
         if self.busy and start - self.busy[-1][1] < GAP_S:
             self.busy[-1][1] = end
@@ -302,7 +302,7 @@ class Recorder(Ledger):
 
 @in_place_of_gloos()
 def record(rank, settings, row_id):
-    """Record steps of a row on a CPU, without pauses. Returns this rank's RecordedStep of the step of median length."""
+    """Record steps of a row on a CPU, with no barrier between them. Returns this rank's RecordedStep of median length."""
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
     with Memory(rank.device) as memory:
         training = make_training(rank, settings, row_id)
@@ -313,7 +313,7 @@ def record(rank, settings, row_id):
         with Recorder(memory) as recorder:
             for number in range(RECORDED_STEPS):
                 with recorder.phase("forward"):
-                    loss = training.forward(*batches[number % WARMUP_STEPS])
+                    loss = training.forward(*batches[number % len(batches)])
                 with recorder.phase("backward"):
                     loss.backward()
                 with recorder.phase("step"):
@@ -343,12 +343,13 @@ def span_of(phases, number):
 def median_step(phases):
     """Return the number of the step of median length, without step 0. Collective, the same on all ranks.
 
-    A step counts as long as on the slowest rank. The median leaves out steps that other programs have delayed.
+    The length of a step is that on the slowest rank. The median leaves out steps that other programs have delayed.
     """
     spans = [span_of(phases, number) for number in range(1, RECORDED_STEPS)]
     lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
     dist.all_reduce(lengths, dist.ReduceOp.MAX)
-    return 1 + lengths.argsort()[len(lengths) // 2].item()
+    numbers = 1 + lengths.argsort()  # of the steps, the shortest first
+    return numbers[len(numbers) // 2].item()
 
 
 def recorded_step(recording, number):

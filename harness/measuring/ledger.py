@@ -52,7 +52,7 @@ class Collective:
     completed_at: float | None = None  # None: in flight
 
 
-NAMESPACES = "c10d", "_c10d_functional"  # of the operators that communicate
+COLLECTIVE_NAMESPACES = "c10d", "_c10d_functional"  # of the operators that communicate
 # Operator of c10d -> kind, name of the argument that is read, name of the argument that is written.
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.namespace not in NAMESPACES:
+        if function.namespace not in COLLECTIVE_NAMESPACES:
             return function(*args, **kwargs)
         names = [argument.name for argument in function._schema.arguments]
         arguments = {**dict(zip(names, args)), **kwargs}

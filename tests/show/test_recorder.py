@@ -1,4 +1,4 @@
-"""The recorder: the page holds what the cores do, and its numbers are those of a replicated step, by hand."""
+"""The page holds what the cores do, and its numbers equal those of a replicated step, computed by hand below."""
 
 import json
 
@@ -25,19 +25,19 @@ def test_the_page_holds_what_the_core_does(run, id, world_size):
 
 def cells_of(program, row, frame):
     """Return for each rank the cells of a row after a frame."""
-    of_ranks = [[] for _ in range(program["ranks"])]
+    cells_by_rank = [[] for _ in range(program["ranks"])]
     for number, cells in memory_after(program, frame).items():
         storage = program["storages"][number]
         if cells and storage["row"] == row:
-            of_ranks[storage["rank"]] += cells
-    return of_ranks
+            cells_by_rank[storage["rank"]] += cells
+    return cells_by_rank
 
 
 @each_stage
 def test_the_last_frame_holds_the_numbers_of_a_replicated_step(id):
     """The first step of AdamW with lr 1 takes 1 from 500 + 2 e, for e from 1 on."""
     program = PROGRAMS[id]
-    row = "ParameterBuffer.flat" if id == "4" else "parameters"
+    row = "ParameterBuffer.flat" if id == "4" else "parameters"  # stage 4 keeps the parameters in one buffer
     for cells in cells_of(program, row, len(program["frames"]) - 1):
         assert sorted(cell.value for cell in cells) == pytest.approx([499 + 2 * e for e in range(1, 17)], abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""model.zero_grad() where gradients have left param.grad: the loop equals plain torch's, or every rank has an error.
+"""model.zero_grad() after gradients were sent: the loop equals plain torch's, or every rank raises an error.
 
 In a GAN's loop the generator's backward pass computes gradients of the discriminator too. `netD.zero_grad()` must drop
 them, although stage 4 has sent them by then.
@@ -18,6 +18,7 @@ from tests.pairs import SMALL, Pair, parameter_of, sgd_of
 
 
 class Kind(NamedTuple):
+    """An optimizer, and the model's dtype."""
     package: str
     arguments: dict = {}  # of the optimizer
     dtype: torch.dtype = torch.float32
@@ -64,7 +65,7 @@ def pair_of(rank, kind):
 
 
 def step(pair):
-    """Step both optimizers. The sharded one keeps its gradients."""
+    """Step both optimizers. Unlike Pair.step(), don't call zero_grad() of the sharded optimizer."""
     pair.optimizer.step()
     pair.replicated.step()
 
@@ -125,7 +126,7 @@ def fail(grad):
 def drop_what_has_failed(pair):
     """Let a backward pass fail, on rank 0 when it has only computed the gradients of the last layer."""
     x, _ = batch(0, pair.rank.number, device=pair.rank.device)
-    inputs = x.to(pair.model[0].weight.dtype).requires_grad_().clone()
+    inputs = x.to(pair.model[0].weight.dtype).requires_grad_().clone()  # a clone is no leaf: its hook runs in the pass
     hidden = pair.model[0](inputs)
     fails_at = hidden if pair.rank.number == 0 else inputs
     fails_at.register_hook(fail)
@@ -142,7 +143,7 @@ LOOPS = [gan, drop_micro_batches, drop_what_was_averaged, drop_what_was_not_sent
 def test_a_loop_with_zero_grad_of_the_model_is_that_of_torch(rank, kind, loop):
     """Drop gradients in each way, and take two steps: parameters are those of one process, and have moved."""
     if kind == "chain" and loop is drop_what_has_failed:
-        return  # rank 0 runs no pass of the first layer's optimizer: docs/reference.md, all ranks run equally many
+        return  # docs/reference.md refuses it: rank 0 would run fewer backward passes of the first layer's optimizer
     pair = pair_of(rank, kind)
     start = nn.utils.parameters_to_vector(pair.model.parameters()).detach()
     loop(pair)
@@ -167,7 +168,7 @@ def test_the_leaves_of_same_bits_are_counted_anew(rank):
         for _ in range(2):
             weight.sum().backward()
         optimizer.step()
-    assert weight.eq(-2).all()
+    assert weight.eq(-2).all()  # two steps, each with a mean gradient of 1
 
 
 # --------------------------------------------------------------------------------------------- an error on every rank

@@ -1,4 +1,4 @@
-"""Every variant beside what users combine it with equals one process that has the data of all ranks.
+"""Each variant, with each thing that users combine it with, gives the result of one process with the data of all ranks.
 
 Four ranks, which hybrid takes as two groups of two.
 """
@@ -26,14 +26,16 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.has_unused = has_unused
-        self.norm, self.late, self.first = nn.LayerNorm(7), nn.Linear(7, 7), nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+        self.late = nn.Linear(7, 7)
+        self.first = nn.Linear(7, 7)
         self.to(DTYPES[dtype_name])
         if dtype_name == "mixed":
             self.norm.float()
             self.late.float()
 
     def forward(self, x):
-        is_late_used = not self.has_unused or x[0, 0] > 0  # x is of one rank
+        is_late_used = not self.has_unused or x[0, 0] > 0  # ranks have unlike x
         layers = [self.first, self.late, self.norm] if is_late_used else [self.first, self.norm]
         for layer in layers:
             x = layer(x.to(layer.weight.dtype))
@@ -57,9 +59,9 @@ def add_late(pair):
 
 
 def clamp_data(pair):
-    """Write into the parameters past autograd's version counter; those of 16 bits then need a word to autograd.
+    """Write into the parameters past autograd's version counter. Then count the versions of 16-bit parameters up.
 
-    docs/reference.md says so: of 16-bit parameters fp32 copies are stepped. 1/8 is a number of 16 bits.
+    These have fp32 copies, which are stepped: docs/reference.md demands the count. 16 bits hold 1/8 exactly.
     """
     for param in pair.model.parameters():
         param.data.clamp_(-1 / 8, 1 / 8)
@@ -75,7 +77,7 @@ def clamp_data(pair):
 def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype_name, situation):
     """Train three steps: all ranks have the same parameters, those of one process, and these have moved."""
     options = {}
-    if variant != PER_PARAMETER:  # each layer is a bucket
+    if variant != PER_PARAMETER:  # all others have buckets: here each layer is one
         options = {"bucket_cap_mb": 1e-4, "find_unused_parameters": situation == "unused"}
     params_of = trainable
     if situation == "group added":
