@@ -61,7 +61,10 @@ def plain_inputs(program):
 
 
 def distinguishable_inputs(program):
-    """Return weights and gradients of the same shapes, no two of which are alike: each has digits of its own."""
+    """Return weights and gradients of the same shapes, no two of which are alike: each has digits of its own.
+
+    With plain inputs some sums of gradients and parameters equal other parameters.
+    """
     generator = torch.Generator().manual_seed(53)
     n = sum(program.params)
     scale = 2.0 ** torch.randint(-4, 5, (n,), generator=generator)

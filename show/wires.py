@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 COLLECTIVES = ("broadcast", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+# Operators that don't read what they write; others, such as add_, read it first.
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
 
@@ -62,7 +63,7 @@ class Wires(TorchDispatchMode):
         written = []
         for argument in schema.arguments:
             tensors = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, torch.Tensor)]
-            alias = argument.alias_info
+            alias = argument.alias_info  # of an argument that is written, or of which the result is a view
             if alias is None:
                 self.recorder.record_access(tensors, "read")
             elif alias.is_write:

@@ -302,7 +302,7 @@ class Recorder(Ledger):
 
 @in_place_of_gloos()
 def record(rank, settings, row_id):
-    """Record steps of a row on a CPU, with no barrier between them. Returns this rank's RecordedStep of median length."""
+    """Record steps on a CPU, with no barrier between them. Returns this rank's RecordedStep of median length."""
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
     with Memory(rank.device) as memory:
         training = make_training(rank, settings, row_id)
