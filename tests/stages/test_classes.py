@@ -1,4 +1,4 @@
-"""What an optimizer class reads beside gradients, and what programs do with any optimizer of torch, and so with ours."""
+"""What an optimizer class reads beside gradients, and what programs do with any optimizer of torch, ours too."""
 
 from unittest import mock
 
