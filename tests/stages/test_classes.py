@@ -1,4 +1,4 @@
-"""What an optimizer class reads beside gradients, and what programs do with an optimizer that is one of torch's."""
+"""What an optimizer class reads beside gradients, and what programs do with any optimizer of torch, ours too."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ from tests.pairs import Pair, parameter_of, sgd_of
 
 
 class ByNameAndAttribute(torch.optim.SGD):
-    """Steps biases at a tenth of the rate, as some do by name, and others by an attribute as modded-nanogpt does."""
+    """Finds biases by name, and steps them at a tenth of the rate. Finds other rates in an attribute of a parameter."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -129,7 +129,7 @@ def test_a_method_of_a_class_behind_a_mixin_can_be_patched_before_there_is_an_in
         pass
 
     with mock.patch.object(Mine, "step", autospec=True):
-        Mine.step("an optimizer")
+        Mine.step("an optimizer")  # calls the mock, which takes what the method takes
     weight = parameter_of(0, rank)
     optimizer = Mine([weight], torch.optim.SGD, lr=1.0)
     weight.sum().backward()
