@@ -27,7 +27,7 @@ def two_named_groups(model):
 
 @on_ranks(2, 3, stage=STAGES, name=OPTIMIZERS)
 def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, stage, name):
-    """A new optimizer that loads it has the same full state, to the bit. tests/pages/test_migrate.py trains on."""
+    """A new optimizer loads this dict, and then has the same full state. tests/pages/test_migrate.py trains on."""
     cls, kwargs = OPTIMIZERS[name]
     pair = Pair(rank, stage, cls, two_named_groups, **kwargs)
     pair.train(0, 1, 2)
@@ -47,8 +47,7 @@ def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, stage, n
 
 @on_ranks(3, stage=SHARDED, saved=[F32, BF16, FP16])
 def test_what_is_saved_is_loaded_to_the_bit_with_any_dtype(rank, stage, saved, tmp_path):
-    """Load by files and by a dict, and move. Main parameters of 16-bit ones travel in fp32: nothing else rounds them.
-    """
+    """Load files, load a dict, and move. Main parameters of 16-bit parameters travel in fp32, and are never rounded."""
     def make(seed, dtype, **kwargs):
         return make_run(rank, stage, seed=seed, dtype=dtype, cls=torch.optim.SGD, **kwargs)
 
@@ -151,7 +150,7 @@ def test_a_move_to_different_groups_is_refused_on_every_rank(rank, stage, name):
 
 @on_ranks(2, stage=SHARDED)
 def test_a_move_from_several_groups_is_refused(rank, stage):
-    """Each group may have trained something else."""
+    """Each of the groups may have trained something else."""
     own_group, _ = dist.new_subgroups(group_size=1)
     _, optimizer = make_run(rank, stage, own_group)
     assert "reshard() of several process groups" in error_of(lambda: reshard(optimizer, None))

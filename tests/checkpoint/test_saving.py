@@ -37,8 +37,10 @@ def on_rank(rank, number, context):
 
 @on_ranks(2, stage=[None, *STAGES])
 def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
-    """Change model, state, groups and `extra` before rank 1 writes. Ranks may send each other their states meanwhile.
-    The next save waits."""
+    """Change model, state, groups and `extra` before rank 1 writes, and put the full state together meanwhile.
+
+    The next save waits for this save.
+    """
     model, optimizer = make_run(rank, stage, lr=torch.tensor(0.5), steps=2)
     path = tmp_path / f"{stage}"
     extra = {"average": torch.zeros(20)}
@@ -89,7 +91,7 @@ def test_a_failed_asynchronous_save_is_printed_and_told_by_the_next(rank, stage,
 
 @on_ranks(3)
 def test_ranks_in_unlike_numbers_of_groups_save_together(rank, tmp_path):
-    """torch names the group of some ranks after the number of groups that each is in, and would wait forever.
+    """torch names a group after the number of groups that a rank is in, so these ranks would wait forever.
 
     On more ranks than have saved, `load` returns what rank 0 has saved as `extra`.
     """

@@ -206,14 +206,14 @@ def weight_after_two_steps(rank, stage, is_read):
 
 @on_ranks(2, 3, stage=STAGES)
 def test_a_fresh_optimizer_is_read_without_a_change(rank, stage):
-    """torch would call `step` where a state is empty. On three ranks one owns nothing of the single parameter."""
+    """torch would call `step` if a state were empty. On three ranks, one rank owns nothing of the single parameter."""
     weight = weight_after_two_steps(rank, stage, is_read=True)
     assert equal(weight, weight_after_two_steps(rank, stage, is_read=False))
 
 
 @on_ranks(2, stage=STAGES)
 def test_what_models_have_beside_trained_matrices(rank, stage, tmp_path):
-    """A frozen layer, tied and empty parameters, an empty group, a lr that two groups share."""
+    """Save and load a frozen layer, tied and empty parameters, an empty group, and a lr that two groups share."""
     def make(seed):
         model = Net(seed=seed)
         model.nothing = nn.Parameter(torch.empty(0, 3))

@@ -88,7 +88,7 @@ def test_a_mesh_of_all_ranks_and_experts_on_some_are_clipped_together(rank):
 
 @on_ranks(2)
 def test_all_gradients_have_come_before_any_parameters_leave(rank):
-    """Otherwise `step` of the second optimizer, which asks all ranks, would wait for the parameters of the first."""
+    """`step` of the second optimizer asks all ranks. It must not wait for parameters of the first optimizer."""
     model = Net(seed=0)
     chain = chain_of(STAGE_4)(two_groups(model), **ADAMW)
     order = []

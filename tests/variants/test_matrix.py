@@ -59,9 +59,10 @@ def add_late(pair):
 
 
 def clamp_data(pair):
-    """Write into the parameters past autograd's version counter. Then count the versions of 16-bit parameters up.
+    """Write into the parameters through `data`, of which autograd's version counter doesn't know.
 
-    These have fp32 copies, which are stepped: docs/reference.md demands the count. 16 bits hold 1/8 exactly.
+    For 16-bit parameters a program must then increment the counter, as docs/reference.md says. 1/8 has no rounding in
+    16 bits.
     """
     for param in pair.model.parameters():
         param.data.clamp_(-1 / 8, 1 / 8)
@@ -75,7 +76,7 @@ def clamp_data(pair):
 @pytest.mark.parametrize("variant", [HYBRID, *FEWER_BITS, PER_PARAMETER, *OTHERS])
 @on_ranks(4, dtype_name=DTYPES, situation=SITUATIONS)
 def test_a_variant_beside_what_users_combine_it_with(rank, variant, dtype_name, situation):
-    """Train three steps: all ranks have the same parameters, those of one process, and these have moved."""
+    """Train three steps. All ranks then have the parameters of one process, and the parameters have moved."""
     options = {}
     if variant != PER_PARAMETER:  # all others have buckets: here each layer is one
         options = {"bucket_cap_mb": 1e-4, "find_unused_parameters": situation == "unused"}

@@ -21,7 +21,7 @@ from variants import finite, hybrid
 
 
 class FiniteHybrid(on_pairs.OnPairs, finite.DistributedOptimizer, hybrid.Replicas):
-    """Two variants that combine."""
+    """finite and hybrid, which combine as classes do."""
 
 
 class Model(nn.Module):
@@ -199,7 +199,7 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(4, how=["a part of a chain", "experts by themselves", "unscale_ of a part"])
 def test_grad_scaler_takes_no_optimizer_that_does_not_decide_alone(rank, stage, how):
-    """An inf in it would be known to its own ranks alone, and their scale would part from that of the others."""
+    """Only the ranks of this optimizer would know of an inf, and lower their scale. The others would keep theirs."""
     model = Model(expert_number=rank.number % 2)
     of_dense = sgd_of(stage, model.dense.parameters())
     of_expert = sgd_of(stage, model.expert.parameters(), process_group=group_of_expert(),

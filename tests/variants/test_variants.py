@@ -40,7 +40,7 @@ def test_most_variants_have_35_lines_and_each_says_what_it_costs():
     assert long_files == {"by_bucket", "finite", "hybrid", "muon", "same_bits"}
     for path in FILES:
         docstring = ast.get_docstring(ast.parse(path.read_text()))
-        for part in ("Situation: ", "Called elsewhere: ", "Wire", "emory", "Costs: "):
+        for part in ("Situation: ", "Called elsewhere: ", "Wire", "emory", "Costs: "):  # emory: of Memory, or memory
             assert part in docstring or path.stem == "by_bucket"  # the base of three variants
 
 
@@ -50,7 +50,7 @@ def test_most_variants_have_35_lines_and_each_says_what_it_costs():
 @pytest.mark.parametrize("variant", AS_REPLICATED)
 @on_ranks
 def test_a_variant_equals_replicated_training(rank, variant):
-    """The core of it, also of three micro-batches. tests/variants/test_matrix.py has the variant with the guard."""
+    """Train the variant's core on steps of one and of three micro-batches. test_matrix.py trains it with the guard."""
     test_cores.equals_replicated(rank, variant, "AdamW", test_cores.by_dimension, False, 1)
     test_cores.equals_replicated(rank, variant, "AdamW", nn.Module.parameters, False, 3)
 
@@ -81,18 +81,19 @@ SHAPES = [(24, 16), (16, 24), (8, 8), (40, 16), (16, 3)]
 
 
 def step(optimizer, params, grads):
+    """Take a step in which this rank's gradients are `grads`."""
     sum((param * grad).sum() for param, grad in zip(params, grads)).backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("class_of", [core_of, optimizer_of], ids=["core", "guard"])
 @on_ranks(case=CASES)
-def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank, of, case):
+def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank, class_of, case):
     """The one process rounds what the variant rounds, and adds in rank order. On two ranks all bits are equal."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     expected_params = [nn.Parameter(param.detach().clone()) for param in params]
-    optimizer = of(f"variants.{case.variant}")(params, case.optimizer_cls, bucket_cap_mb=2e-3, lr=0.01)
+    optimizer = class_of(f"variants.{case.variant}")(params, case.optimizer_cls, bucket_cap_mb=2e-3, lr=0.01)
     plain = case.optimizer_cls(expected_params, lr=0.01)
     for _ in range(4):
         grads_of_ranks = []
@@ -116,7 +117,7 @@ def test_a_variant_of_another_optimizer_or_of_fewer_bits_equals_one_process(rank
     ("blocks", torch.optim.Muon, "is not element-wise"),
     *((variant, CountsCalls, "CountsCalls") for variant in ("muon", "moments16", "remainder16"))])
 def test_optimizers_that_a_variant_is_not_for_are_refused(variant, optimizer_cls, words):
-    """Where a class is called for each bucket, also one that counts its calls."""
+    """muon, moments16 and remainder16 call a class once for each bucket, and refuse a class that counts its calls."""
     params = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
     with one_rank_of(1), pytest.raises(ValueError, match=words):
         optimizer_of(f"variants.{variant}")(params, optimizer_cls, lr=0.1)
@@ -125,9 +126,9 @@ def test_optimizers_that_a_variant_is_not_for_are_refused(variant, optimizer_cls
 # ------------------------------------------------------------------------------------------------------- fewer bits
 
 
-@pytest.mark.parametrize("of", [core_of, optimizer_of], ids=["core", "guard"])
+@pytest.mark.parametrize("class_of", [core_of, optimizer_of], ids=["core", "guard"])
 @on_ranks
-def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of):
+def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, class_of):
     """Step beside stage 4: every difference of a bf16 parameter is a tie, and one unit upwards.
 
     Gradients don't depend on parameters, and steps are multiples of half a unit: many ties. Rank 0 alone has gradients,
@@ -139,7 +140,7 @@ def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of)
 
     def make(package):
         params = [nn.Parameter(values.bfloat16()) for values in start]
-        return params, of(package)(params, torch.optim.SGD, lr=2**-8, bucket_cap_mb=2e-3)
+        return params, class_of(package)(params, torch.optim.SGD, lr=2**-8, bucket_cap_mb=2e-3)
 
     params, optimizer = make("variants.remainder16")
     params_of_stage_4, stage_4 = make(STAGE_4)
@@ -154,7 +155,8 @@ def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of)
             assert torch.equal(bucket.parameter.main_shard, main_shard)
             bits = bucket.parameter.shard.view(torch.int16)
             units = bits - bucket_of_stage_4.parameter.shard.view(torch.int16)  # by which the parameters differ
-            is_tie = main_shard.view(torch.int32) & 0xFFFF == 0x8000
+            lower_bits = main_shard.view(torch.int32) & 0xFFFF
+            is_tie = lower_bits == 0x8000
             assert units.min() >= 0 and units.max() <= 1 and not units[~is_tie].any()
             n_ties += units.sum()
     dist.all_reduce(n_ties)
@@ -164,11 +166,11 @@ def test_a_remainder_and_a_parameter_are_the_main_parameter_to_the_bit(rank, of)
 # ------------------------------------------------------------------------------------------------- finite, hybrid
 
 
-@on_ranks(of=[core_of, optimizer_of], value=[math.nan, math.inf])
-def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
-    """The last rank has it, in one element of the second parameter. Momentum has nothing of it, either."""
+@on_ranks(class_of=[core_of, optimizer_of], value=[math.nan, math.inf])
+def test_what_is_not_finite_is_an_error_on_every_rank(rank, class_of, value):
+    """One element of a gradient on the last rank is not finite. No parameter and no momentum keeps a trace of it."""
     named = {name: parameter_of(0, rank, n=40) for name in ("first", "second", "third")}
-    optimizer = of("variants.finite")([*named.items()], torch.optim.SGD, lr=1.0, momentum=0.5, **SMALL)
+    optimizer = class_of("variants.finite")([*named.items()], torch.optim.SGD, lr=1.0, momentum=0.5, **SMALL)
     factors = torch.ones(40)
     if rank.number == rank.world_size - 1:
         factors[7] = value
@@ -183,7 +185,7 @@ def test_what_is_not_finite_is_an_error_on_every_rank(rank, of, value):
 
 @on_ranks(4, accumulation_steps=[1, 3, math.inf], n_passes=[1, 3])
 def test_hybrid_may_average_over_the_groups_in_the_last_pass_alone(rank, accumulation_steps, n_passes):
-    """Four buckets, of which a rank has 16 elements each, in fp32. What its host agrees on has integers.
+    """Count the all-reduces of fp32: those of the groups. A rank has 16 elements, 64 bytes, of each of four buckets.
 
     With math.inf the second group of ranks runs a pass more.
     """
@@ -223,14 +225,14 @@ def test_hybrid_saves_on_the_ranks_of_one_group(rank, tmp_path):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_variant_sends_and_holds_what_its_formula_says(name):
-    """To 1 %: what ranks agree on, the counts of steps, padding of blocks."""
+    """A count may be 1 % off, because formulas leave out the agreement of ranks, counts of steps, and padding."""
     bytes_per_param = counted(name, 8)
     assert bytes_per_param.sent == pytest.approx(bytes_per_param.sent_theory, rel=0.01)
     assert bytes_per_param.held == pytest.approx(bytes_per_param.held_theory, rel=0.01)
 
 
 def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
-    """The bench has these rows, too: the command counts rows of the bench."""
+    """The command runs rows of the bench, so the bench has these rows, too."""
     of_page = {name for name in ROWS if name.startswith("variants")}
     page = (ROOT / "variants" / "README.md").read_text()
     assert of_page == {f"variants {path.stem}" for path in FILES} - {"variants by_bucket"}
@@ -241,7 +243,7 @@ def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
 
 
 def test_a_bucket_of_whole_matrices_has_something_of_each_rank():
-    """Were all of a bucket one rank's, it would go one way, and half of the link would be idle."""
+    """If one rank owned a whole bucket, all bytes would go in one direction, and half of the link would be idle."""
     shapes = [(3 * 768, 768), (768, 768), (4 * 768, 768), (768, 4 * 768)] * 12
     with one_rank_of(2), FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape)) for shape in shapes]
@@ -252,7 +254,7 @@ def test_a_bucket_of_whole_matrices_has_something_of_each_rank():
 
 @on_ranks(2)
 def test_a_bucket_goes_back_while_the_next_one_is_stepped(rank):
-    """In the order of the forward pass: when a matrix is stepped, those before it have left."""
+    """Matrices are stepped in the order of the forward pass. When one is stepped, those before it have left."""
     params = [nn.Parameter(torch.ones(8, 8)) for _ in range(6)]
     optimizer = optimizer_of("variants.muon")(params, torch.optim.Muon, **SMALL)
     optimizer.prefetch_params(nn.ParameterList(params))
@@ -284,7 +286,7 @@ def test_muon_and_same_bits_refuse_a_dtensor_on_every_rank_before_anything_chang
 
 
 def test_offload_leaves_the_parameters_and_two_buffers_on_the_device():
-    """Of a fake device: the shards, their gradients and the moments are on the host."""
+    """Step parameters of a fake device. The shards, their gradients and the moments are on the host."""
     with one_rank_of(4), FakeTensorMode():
         params = [nn.Parameter(torch.empty(64, 64, device="meta")) for _ in range(8)]
         optimizer = core_of("variants.offload")(params, torch.optim.AdamW, bucket_cap_mb=0.03)
