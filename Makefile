@@ -1,4 +1,4 @@
-# make bench WHAT=rows|network|curve|timeline|host|cuda|small | test | check | train STAGE=3 | grade STAGE=my_package
+# make bench WHAT=rows|network|cuda|small | test | check | train STAGE=3 | grade STAGE=my_package
 # make show STAGE=3 | faults | plan MODEL=7b | figures | report | diff A=2 B=3
 # The first command makes an environment in .venv, with torch as TORCH says. `make bench PYTHON=python3` uses one that
 # has torch already, and installs nothing.
@@ -29,9 +29,8 @@ stage_or_here = $(if $(wildcard $(STAGE) $(subst .,/,$(STAGE)) $(subst .,/,$(STA
 	stage_in,STAGE,$(1),$(comma) and no package of that name here))
 to_new = $(if $(TO),,$(error write STAGE=$(1) TO=$(2), the folder of the package that is written))
 comma = ,
-KINDS = rows network curve timeline host cuda small
-refuse_bench = $(if $(call one_of,$(WHAT),$(KINDS)),,$(error WHAT=$(WHAT): there are $(KINDS)))$(if \
-	$(filter timeline,$(WHAT)),$(call stage_in,STAGE,all,$(comma) and all))
+KINDS = rows network cuda small
+refuse_bench = $(if $(call one_of,$(WHAT),$(KINDS)),,$(error WHAT=$(WHAT): there are $(KINDS)))
 refuse_diff = $(call stage_in,A)$(call stage_in,B)
 refuse_exercise = $(call to_new,3,mine)
 refuse_grade = $(call stage_or_here)
@@ -53,9 +52,6 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo 'make bench                  time and memory of all stages beside DDP  (ARGS="--ranks 4 --model small")'
 	@echo '    WHAT=network RATE=300mbit   on two hosts, made here, with a line of that rate  (needs root, iproute2)'
-	@echo '    WHAT=curve              time over computing alone, from 200 Mbit/s to 2.5 Gbit/s  (half an hour)'
-	@echo '    WHAT=timeline STAGE=4   one step as rank x time: SVG; STAGE=all: ddp and the four stages'
-	@echo '    WHAT=host               what hooks and wrappers cost the processor  (ARGS="--tensors 340,4000 --ranks 8")'
 	@echo '    WHAT=cuda               stages 3 and 4 on one GPU: whole steps beside a link that is played'
 	@echo '    WHAT=small              DDP and stages 3 and 4 on models of 1,000 to 10 million parameters'
 	@echo 'make test                   all that code decides, on all stages: minutes  (ARGS="-k clip", on GPUs "--gpu")'
@@ -65,7 +61,7 @@ help:
 	@echo 'make exercise STAGE=3 TO=mine  its core with bodies to fill in, for make grade  (STAGE=0, drill1)'
 	@echo 'make train STAGE=3 NPROC=2  train a small GPT with one stage  (ARGS="--steps 50 --clip 1")'
 	@echo 'make take STAGE=4 TO=path   a stage as one package for a project of yours  (CHECKPOINT=1 with checkpoint/)'
-	@echo 'make show STAGE=3           a step, line by line, on 4 ranks  (0 to 4, mine; ARGS="--params 3,13 --ranks 2")'
+	@echo 'make show STAGE=3           a step, line by line, on 4 ranks  (0 to 4, mine)'
 	@echo 'make show HTML=1            the page that plays all of them, docs/watch.html, and its figures, anew'
 	@echo 'make faults                 kill, signal, stop ranks of training runs: is anything lost?  (ARGS="--kills 50")'
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
@@ -77,11 +73,8 @@ help:
 # What each WHAT of `make bench` calls.
 BENCH_rows = bench.py --json measured/bench$(VARIANTS_FILE).json
 BENCH_network = -m harness.measuring.two_hosts --rate $(RATE) --json measured/network$(VARIANTS_FILE)_$(RATE).json
-BENCH_curve = -m harness.measuring.two_hosts --curve --rounds 3
-BENCH_timeline = -m harness.measuring.timeline --rows "$(if $(filter all,$(STAGE)),all,stage $(STAGE))"
-BENCH_host = -m harness.measuring.host_time
 BENCH_cuda = -m harness.measuring.gpu_step
-BENCH_small = -m harness.measuring.small_models
+BENCH_small = -m harness.measuring.overhead
 
 # exec: a signal that ends make reaches the program, and not a shell between them that keeps it to itself.
 bench: $(ENV)

@@ -2,9 +2,8 @@
 
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
-Each row is checked against replicated training first; one that computes something else gets no time. After the first
-round the table of time is printed, so that Ctrl-C leaves a look at all rows.
-Exit code: 0; 1 when a stage is wrong or fails; 2 for bad input; 130 after Ctrl-C.
+The program checks each row against replicated training first. A row that computes something else gets no time.
+Exit code: 0; 1 when a row is wrong or fails; 2 for bad input; 130 after Ctrl-C.
 """
 
 import functools
@@ -15,6 +14,7 @@ from harness.ranks import command_line
 from harness.ranks.command_line import COUNT
 from harness.training.options import MODELS
 
+TIMEOUT_S = 600  # of a collective, and of one part of the measurement
 fail = functools.partial(command_line.fail, "bench.py")
 
 
@@ -31,9 +31,9 @@ def options():
     add("--rows", default="", metavar="TEXT", help="only rows whose name holds TEXT, and ddp, twice")
     add("--quick", action="store_true", help="1 round of 2 steps, no model state, no host time: a look")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
-    add("--timeout", type=COUNT, default=120, help="seconds that one part of the measurement may take (default 120)")
     args = parser.parse_args()
-    command_line.check_length(args.sequence_length, args.model or "medium", MODELS, fail)  # the longest default
+    longest_default = "medium"
+    command_line.check_length(args.sequence_length, args.model or longest_default, MODELS, fail)
     return args
 
 
@@ -41,26 +41,18 @@ if __name__ == "__main__":
     command_line.begin()
     options()  # a mistake is told before torch is loaded, which takes seconds
 
-import rich.console
-import rich.progress
-
-from harness.measuring import every_row, examine, host_time
+from harness.measuring import every_row, examine, overhead
 from harness.measuring.examine import Settings
 from harness.planning import alone
-from harness.publishing.tables import Report, save_and_show, sheet_text
+from harness.publishing.tables import Report, save_and_show
 from harness.ranks.workers import WorkerError, Workers, on_rank_0
 from harness.training import rows as catalogue
 from harness.training.rows import RowId, is_asked
 
 
-def parse():
-    args = options()
-    rows = [*catalogue.ROWS, *catalogue.VARIANTS]
-    return args, rows_to_measure(args, rows)
-
-
-def rows_to_measure(args, rows):
+def rows_to_measure(args):
     """Return the RowIds that --rows and --dtype ask for, and ddp, twice."""
+    rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     asked = [row for row in rows if is_asked(args.rows, row.name)]
     if args.rows != "variants":
         asked = [row for row in asked if row.dtype == args.dtype]
@@ -71,61 +63,41 @@ def rows_to_measure(args, rows):
     return [RowId(row.name) for row in rows if row in asked or row.kind in ("reference", "noise")]
 
 
-def report_of(args, measured, progress):
-    """Make all tables; those that don't depend on --rows, --dtype and --quick are counted and timed here."""
+def report_of(args, measured):
+    """Make all tables. The tables that don't depend on --rows, --dtype and --quick are counted and timed here."""
     sheets = {"rows": every_row.rows_sheet(measured), "phases": every_row.phases_sheet(measured)}
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)
     if not args.quick and not args.rows and args.dtype == "float32":
-        progress("model state at any number of ranks")
-        sheets |= {"model_state": alone.model_state(args.model), "gathered": alone.gathered(args.model),
-                   "ladder": alone.ladder(args.model)}
-        progress("host time as rank 0 of 8")
-        sheets["host"] = host_time.measure_host(340, 8, device=measured.conditions.device)
+        every_row.say("model state at any number of ranks")
+        sheets["model_state"] = alone.model_state(args.model)
+        sheets["gathered"] = alone.gathered(args.model)
+        sheets["ladder"] = alone.ladder(args.model)
+        every_row.say("host time as rank 0 of 8")
+        sheets["host"] = overhead.measure_host(measured.conditions.device)
+        every_row.say("")
     return Report(measured.conditions.made, sheets, measured.words())
 
 
-def progress_bar():
-    return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description:40}"), rich.progress.BarColumn(), rich.progress.TimeElapsedColumn(),
-        console=rich.console.Console(stderr=True), transient=True)
-
-
-def measure(args, row_ids, workers, settings, bar):
-    """Measure all rows. Returns (Rows, Report)."""
-    task = bar.add_task("starting the ranks", total=every_row.n_runs(settings, row_ids) + 2)
-
-    def progress(text):
-        bar.update(task, advance=1, description=text)
-
-    n_rounds = 0
-
-    def show_first(measured):
-        nonlocal n_rounds
-        n_rounds += 1
-        if n_rounds == 1 and settings.rounds > 1:
-            bar.stop()
-            print(f"{sheet_text(every_row.rows_sheet(measured))}\nThis is round 1 of {settings.rounds}.\n", flush=True)
-            bar.start()
-    measured = every_row.measure_rows(workers, settings, row_ids, progress, show_first)
-    return measured, report_of(args, measured, progress)
-
-
 def main():
-    args, row_ids = parse()
-    rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
+    args = options()
+    row_ids = rows_to_measure(args)
     if args.json:
         command_line.check_writable("--json", args.json, fail)
+    if args.quick:
+        args.rounds = 1
+        args.steps = 2
     try:
-        with Workers(args.ranks, args.timeout) as workers, progress_bar() as bar:
+        with Workers(args.ranks, TIMEOUT_S) as workers:
             args.model = args.model or on_rank_0(workers, examine.default_model)
             command_line.check_length(args.sequence_length, args.model, MODELS, fail)
-            settings = Settings(args.model, args.batch_size, args.sequence_length, rounds, steps)
-            measured, report = measure(args, row_ids, workers, settings, bar)
+            settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
+            measured = every_row.measure_rows(workers, settings, row_ids)
+            report = report_of(args, measured)
     except WorkerError as error:
         sys.exit(f"bench.py: {error}")
     save_and_show(args.json, report, fail)
-    sys.exit(1 if measured.is_wrong() else 0)
+    sys.exit(measured.exit_code())
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from harness.ranks.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES, in_groups_of_its_own
 
 # Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
-ON_GPUS = [f"test_{name}.py" for name in ("checkpoint", "contract", "dtensor", "dtypes", "hostile", "memory", "models",
-                                          "overlap", "rounds", "stages")]
+ON_GPUS = [f"test_{name}.py" for name in ("contract", "dtensor", "dtypes", "hostile", "memory", "models", "overlap",
+                                          "rounds", "stages")]
 
 
 def pytest_addoption(parser):
@@ -55,16 +55,25 @@ def pytest_generate_tests(metafunc):
     any_size: 1 to 4 ranks. shared_guard: two stages, because all share the code that it tests. A test may parametrize
     them itself. On GPUs it is 1 and 2 ranks: NCCL sums more gradients in an order of its own, and the last bits differ.
     """
+    option = metafunc.config.getoption
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
-    sizes = [1, 2, 3, 4] if "any_size" in marks else [2, 3]
-    if metafunc.config.getoption("--gpu"):
-        sizes = [1, 2]
-    stages = [STAGE_2, STAGE_4] if "shared_guard" in marks else STAGES
-    for name, values in {"stage": metafunc.config.getoption("--stage") or stages,
-                         "world_size": metafunc.config.getoption("--ranks") or sizes}.items():
-        is_chosen = any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
-        if name in metafunc.fixturenames and not is_chosen:
+    parametrized = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+
+    def choose(name, values):
+        if name in metafunc.fixturenames and not any(name in names for names in parametrized):
             metafunc.parametrize(name, values)
+
+    stages = [STAGE_2, STAGE_4] if "shared_guard" in marks else STAGES
+    world_sizes = [1, 2, 3, 4] if "any_size" in marks else [2, 3]
+    if option("--gpu"):
+        world_sizes = [1, 2]
+    choose("stage", option("--stage") or stages)
+    choose("world_size", option("--ranks") or world_sizes)
+
+
+def parameter_of(item, name):
+    """Return what pytest passes a test as the argument `name`; None if it passes no such argument."""
+    return item.callspec.params.get(name) if hasattr(item, "callspec") else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -79,14 +88,14 @@ def pytest_collection_modifyitems(config, items):
         files = ["test_contract.py"]
 
     def is_asked_for(item):
-        stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
-        return (files is None or item.path.name in files) and (
-            not stages or stage in stages or item.path.name == "test_contract.py")
+        if files is not None and item.path.name not in files:
+            return False
+        return not stages or item.path.name == "test_contract.py" or parameter_of(item, "stage") in stages
 
     config.hook.pytest_deselected(items=[item for item in items if not is_asked_for(item)])
     items[:] = [item for item in items if is_asked_for(item)]
     if config.getoption("--gpu"):
-        items.sort(key=lambda item: item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0)
+        items.sort(key=lambda item: parameter_of(item, "world_size") or 0)
 
 
 def pytest_collection_finish():
@@ -137,7 +146,8 @@ class RanksForXdist:
 
     def __init__(self):
         start_forkserver()  # it sets a signal for a moment, which only the main thread may do
-        self.pools, self.authkey = Pools(), secrets.token_bytes()
+        self.pools = Pools()
+        self.authkey = secrets.token_bytes()
         BaseManager.register("pools", lambda: self.pools)
         server = BaseManager(authkey=self.authkey).get_server()
         self.address = server.address
@@ -152,9 +162,12 @@ class RanksForXdist:
 
 @pytest.fixture(scope="session")
 def pools(request):
-    elsewhere = getattr(request.config, "workerinput", {}).get("ranks")
-    with contextlib.nullcontext(PoolsElsewhere(*elsewhere)) if elsewhere else contextlib.closing(Pools()) as pools:
-        yield pools
+    """Return a Pools, or under pytest-xdist a PoolsElsewhere."""
+    if hasattr(request.config, "workerinput") and "ranks" in request.config.workerinput:
+        yield PoolsElsewhere(*request.config.workerinput["ranks"])
+    else:
+        with contextlib.closing(Pools()) as pools:
+            yield pools
 
 
 @pytest.fixture

@@ -69,11 +69,11 @@ def whole_states(states, n_params, to_rank, error_prefix, group):
     wholes = {}
     for index in range(n_params):
         own_entries = tree_map_only(torch.Tensor, torch.Tensor.cpu, states.get(index, {}))
-        entries_of_ranks = gather(own_entries, to_rank, group)
+        entries_of_ranks = gather_to(own_entries, to_rank, group)
         with errors_on_all(error_prefix, group):
             whole = {}
-            names = sum([list(entries) for entries in entries_of_ranks], [])
-            for name in dict.fromkeys(names):
+            names = dict.fromkeys(name for entries in entries_of_ranks for name in entries)
+            for name in names:
                 values = [entries[name] for entries in entries_of_ranks if name in entries]
                 whole.update(whole_entry(name, values, f"{name} of parameter {index}"))
         if whole:
@@ -81,7 +81,7 @@ def whole_states(states, n_params, to_rank, error_prefix, group):
     return wholes
 
 
-def gather(value, to_rank, group) -> list:
+def gather_to(value, to_rank, group) -> list:
     """Return the `value` of each rank, in rank order, on rank `to_rank` of the group. Other ranks get []. Collective.
 
     to_rank: None returns the values on all ranks.

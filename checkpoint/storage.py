@@ -45,7 +45,7 @@ ALLOWED = {  # names that a `.metadata` may contain
 
 
 class Packed(bytes):
-    """A value in the bytes of torch.save: DCP writes them as they are, and doesn't take the value apart."""
+    """A value that torch.save has turned into bytes: DCP writes these bytes, and doesn't take the value apart."""
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -63,6 +63,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
             try:
                 unpickled(io.BytesIO(written.getvalue()))
             except Exception as error:
+                # Both messages of torch's unpickler name a class.
                 named = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
                 words = f"it holds {named[1] or named[2]}" if named else f"{type(error).__name__}: {error}"
                 raise ValueError(f"load() can't read {write_item.index.fqn} again: {words}") from None
@@ -97,7 +98,8 @@ class SummingFileSystem(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                raise stream.error or error from None
+                cause = stream.error or error
+                raise cause from None
             self.sums[Path(path).name] = stream.n_bytes, stream.crc
 
     def rename(self, path, new_path):
@@ -113,7 +115,7 @@ class Writer(dcp.FileSystemWriter):
         self.fs = SummingFileSystem()
 
     def storage_meta(self):
-        return StorageMeta()  # without the name of the folder, which `finish` changes
+        return StorageMeta()  # without the name of the folder, which changes when the checkpoint is complete
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -149,7 +151,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             is_tensor = isinstance(value, torch.Tensor)
             if key not in stored or isinstance(stored[key], TensorStorageMetadata) != is_tensor:
                 raise ForeignCheckpoint(f"it is of another model or optimizer: it has no {key}")
-        return dataclasses.replace(super().create_local_plan(), planner_data=[*self.state_dict])
+        keys_used_here = [*self.state_dict]  # create_global_plan reads them
+        return dataclasses.replace(super().create_local_plan(), planner_data=keys_used_here)
 
     def create_global_plan(self, plans):
         used = {key for plan in plans for key in plan.planner_data}
@@ -192,6 +195,7 @@ def renamed(metadata, stored_keys) -> dcp.Metadata:
     new_keys = defaultdict(list)  # key in the checkpoint -> its new keys
     for key, stored_key in stored_keys.items():
         new_keys[stored_key].append(key)
+    # Keys that are neither renamed nor replaced by a key of the same name stay.
     for key in metadata.state_dict_metadata.keys() - new_keys.keys() - stored_keys.keys():
         new_keys[key].append(key)
     tensors = {}
@@ -269,7 +273,7 @@ def packed(value) -> Packed:
 
 
 def as_saved(value):
-    """Return a tensor's copy on the CPU, without the rest of its memory; a NumPy number as a Python number."""
+    """Return a tensor's copy on the CPU, which shares no memory; a NumPy number as a Python number."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else as_python(value)
 
 

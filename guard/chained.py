@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .groups import all_params
 from .guarded import mean_loss
-from .scaling import clip_grads, gather
+from .scaling import clip_grads, tensors_of_ranks
 from .skipping import found_inf
 from .state_dict import load_state_dicts
 
@@ -66,14 +66,23 @@ class Chained:
         for optimizer in optimizers:
             optimizer._chain = weakref.ref(self)  # skipping.py refuses a GradScaler that steps one optimizer alone
 
-    param_groups = property(lambda self: sum([optimizer.param_groups for optimizer in self.optimizers], []))
-    # parameter -> its state
-    state = property(lambda self: dict(sum([list(optimizer.state.items()) for optimizer in self.optimizers], [])))
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        """Return a dict: parameter -> its state."""
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+
+    @property
+    def _grads_elsewhere(self):
+        return any(optimizer._grads_elsewhere for optimizer in self.optimizers)
+
     zero_grad = method_of_each("zero_grad")
     set_requires_gradient_sync = method_of_each("set_requires_gradient_sync")
     prefetch_params = method_of_each("prefetch_params")  # only stage 4 has this method and the next
     finish_param_sync = method_of_each("finish_param_sync")
-    _grads_elsewhere = property(lambda self: any(optimizer._grads_elsewhere for optimizer in self.optimizers))
 
     def finish_grad_sync(self, **arguments):
         """Average the gradients of each optimizer. Raises what an optimizer's `finish_grad_sync` raises."""
@@ -127,7 +136,7 @@ class Chained:
         shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
                   for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
-        norm = torch.linalg.vector_norm(gather(share, self._agreement_group), float(norm_type))
+        norm = torch.linalg.vector_norm(tensors_of_ranks(share, self._agreement_group), float(norm_type))
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
         return clip_grads(params, max_norm, norm, error_if_nonfinite)
 

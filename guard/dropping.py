@@ -29,7 +29,7 @@ def zero_grad(module, set_to_none=True):
             owner._drop_grads(params, set_to_none)
 
 
-def lost(name):
+def gradient_lost(name):
     """Return the error for a gradient that model.zero_grad() should have dropped, and could not."""
     return RuntimeError(f"zero_grad() of a module couldn't drop the gradient of parameter {name} alone, it has left "
                         "with others: call optimizer.zero_grad()")

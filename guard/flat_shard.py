@@ -130,26 +130,22 @@ def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
         b b b b
         c . . .
     """
-    if start >= stop:
-        return []
     if not shape:  # a scalar
-        return [((), ())]
-    if len(shape) == 1:
-        return [((start,), (stop - start,))]
+        return [((), ())] if start < stop else []
     row_shape = shape[1:]
     row_numel = math.prod(row_shape)
-    first_whole = (start + row_numel - 1) // row_numel
-    end_of_whole = stop // row_numel
-
-    def part_of_row(row, begin, end):
-        return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(row_shape, begin, end)]
-
-    if first_whole > end_of_whole:  # all elements lie in one row
-        return part_of_row(end_of_whole, start - end_of_whole * row_numel, stop - end_of_whole * row_numel)
-    boxes = part_of_row(first_whole - 1, start - (first_whole - 1) * row_numel, row_numel)  # [] if start begins a row
-    if end_of_whole > first_whole:
-        boxes.append(((first_whole, *(0 for _ in row_shape)), (end_of_whole - first_whole, *row_shape)))
-    return boxes + part_of_row(end_of_whole, 0, stop - end_of_whole * row_numel)
+    boxes: list[tuple[tuple, tuple]] = []
+    while start < stop:
+        row, begin = divmod(start, row_numel)
+        n_rows = (stop - start) // row_numel
+        if begin == 0 and n_rows:  # whole rows
+            boxes.append(((row, *[0] * len(row_shape)), (n_rows, *row_shape)))
+            start += n_rows * row_numel
+        else:
+            end = min(begin + stop - start, row_numel)
+            boxes += [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(row_shape, begin, end)]
+            start += end - begin
+    return boxes
 
 
 torch.serialization.add_safe_globals([FlatShard])  # torch.load(weights_only=True) reads it

@@ -25,8 +25,11 @@ def all_params(optimizer):
 
 def named_params(groups):
     """Return [(name, parameter), …]. Without names in the groups, the name is the place, such as "0 of group 1"."""
-    return [(group["param_names"][i] if "param_names" in group else f"{i} of group {g}", param)
-            for g, group in enumerate(groups) for i, param in enumerate(group["params"])]
+    named = []
+    for g, group in enumerate(groups):
+        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(group["params"]))]
+        named += zip(names, group["params"])
+    return named
 
 
 def name_of(param, groups):
@@ -83,7 +86,7 @@ class InnerTensors:
         self.views = [tensor.detach() for tensor in self.main_params + self.grads]
 
     def take_back(self):
-        """Give each tensor its own memory again after a step, with its present values, and each parameter its gradient.
+        """After a step give each tensor its own memory again, with its present values, and each parameter its gradient.
         """
         tensors = self.main_params + self.grads
         address_of = torch.Tensor.data_ptr
@@ -145,9 +148,11 @@ def first_difference(settings, process_group):
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     for rank, settings_of_rank in zip(ranks, by_rank):
         for name in by_rank[0] | settings_of_rank:
-            first, other = by_rank[0].get(name), settings_of_rank.get(name)
-            are_close = {type(first), type(other)} == {float} and math.isclose(first, other, rel_tol=1e-6)
-            if first != other and not are_close:
+            first = by_rank[0].get(name)
+            other = settings_of_rank.get(name)
+            are_floats = type(first) is type(other) is float
+            are_alike = math.isclose(first, other, rel_tol=1e-6) if are_floats else first == other
+            if not are_alike:
                 return f"{name} is {first} on rank {ranks[0]} and {other} on rank {rank}"
     return None
 

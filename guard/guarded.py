@@ -63,7 +63,8 @@ class Guarded(torch.optim.Optimizer):
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core and its bases
         self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
-        self.process_group, self.average_over = process_group, average_over
+        self.process_group = process_group
+        self.average_over = average_over
         return checked_groups(self, params, settings)
 
     @property
@@ -176,7 +177,8 @@ class Guarded(torch.optim.Optimizer):
         if self._states.accessed_params:
             self._states.cut_whole_tensors()
         self._take_model_changes()
-        with without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext(), named("inner step"):
+        context = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
+        with context, profiler_range("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(own_group))  # some optimizers count steps there
@@ -308,7 +310,10 @@ class Guarded(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(param is other for other in group["params"]))
         shape, dtype = self._stepped_as(param)
         schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
-        return [*(schema.entries if schema else ()), *([MAIN_PARAM] if dtype != param.dtype else ())]
+        names = list(schema.entries) if schema else []
+        if dtype != param.dtype:
+            names.append(MAIN_PARAM)
+        return names
 
     def refuse_different_settings(self):
         """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
@@ -342,8 +347,9 @@ class Guarded(torch.optim.Optimizer):
         # Nobody calls the constructor of such a class: the wrapper is made first, and gets this class then. So a class
         # whose constructor is called needs no forwarding.
         for kind in cls.__mro__:
-            for name in [name for name, value in vars(kind).items() if isinstance(value, ForwardedAttribute)]:
-                delattr(kind, name)
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, ForwardedAttribute):
+                    delattr(kind, name)
         optimizer = super().__new__(cls)
         optimizer._itself = weakref.ref(optimizer)  # a wrapper copies this attribute, and so finds the optimizer
         return optimizer
@@ -353,13 +359,14 @@ class Guarded(torch.optim.Optimizer):
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls):  # this step calls our step, which calls the hooks
             cls.step.hooked = True
-        for base in [base for base in cls.__bases__[1:] if issubclass(base, Guarded)]:
-            for name in dir(base):
-                if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
-                    setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
+        for base in cls.__bases__[1:]:
+            if issubclass(base, Guarded):
+                for name in dir(base):
+                    if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
+                        setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
 
 
-def named(name):
+def profiler_range(name):
     """Return a context that torch.profiler shows under this name. Without a profiler the context costs nothing."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 

@@ -44,7 +44,8 @@ def hook_gradient(param, method, takes_gradient=False):
         are removed, because `method` would find no gradient.
     """
     # Not weakref.WeakMethod, which prints an error for each parameter as Python ends.
-    weak_owner, function = weakref.ref(method.__self__, lambda _: handle.remove()), method.__func__
+    weak_owner = weakref.ref(method.__self__, lambda _: handle.remove())
+    function = method.__func__
 
     @skip  # because a compiled function may call backward(); `untraced` would add a call per parameter
     def hook(param):
@@ -52,7 +53,8 @@ def hook_gradient(param, method, takes_gradient=False):
         if owner is not None:
             (function if active_compiler() is None else torch.compiler.disable(function))(owner, param)
 
-    hook.takes_gradient, hook.owner = takes_gradient, weak_owner
+    hook.takes_gradient = takes_gradient
+    hook.owner = weak_owner
     hooks = param._post_accumulate_grad_hooks or {}
     for key, old_hook in list(hooks.items()):  # a copy, because a dropped optimizer may remove its hooks meanwhile
         if getattr(old_hook, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute

@@ -64,12 +64,13 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     Raises:
         ValueError: a step fails, or the results differ.
     """
-    name, make_plain = make_optimizer.func.__name__, make_plain or make_optimizer
+    name = make_optimizer.func.__name__
+    make_plain = make_plain or make_optimizer
     check_groups(make_plain, groups)
     leaves_grads = False
     for trial in trials_of(groups):
-        known = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))
-        if known not in PASSED:
+        key = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))
+        if key not in PASSED:
             whole, (dtype, tolerance) = unsharded(trial, make_plain)
             for n_ranks in (2, 3):
                 try:
@@ -81,8 +82,8 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
                         raise ValueError(f"{name} steps views otherwise than parameters: keep p.grad.clone(), not "
                                          "p.grad, and don't test p.requires_grad")
                     raise ValueError(refusal.format(name, "parameters differ"))
-            PASSED[known] = whole.leaves_grads
-        leaves_grads |= PASSED[known]
+            PASSED[key] = whole.leaves_grads
+        leaves_grads = leaves_grads or PASSED[key]
     return leaves_grads
 
 
@@ -93,12 +94,14 @@ def are_alike(whole, shared, tolerance):
 
 def check_groups(make_optimizer, groups):
     """Refuse a class whose constructor replaces parameters or groups: schedulers, clipping and saving need these."""
-    own_groups = [{**copy.deepcopy(hyperparameters(group)),
-                   "params": [torch.zeros(small_shape(param.dim()), dtype=param.dtype, device=param.device)
-                              for param in group["params"][:2]]} for group in groups]
-    params = [group["params"] for group in own_groups]
-    made = [group["params"] for group in make_optimizer(own_groups).param_groups]
-    if [list(map(id, group)) for group in made] != [list(map(id, group)) for group in params]:
+    own_groups = []
+    for group in groups:
+        params = [torch.zeros(small_shape(param.dim()), dtype=param.dtype, device=param.device)
+                  for param in group["params"][:2]]
+        own_groups.append({**copy.deepcopy(hyperparameters(group)), "params": params})
+    given_ids = [list(map(id, group["params"])) for group in own_groups]
+    made_ids = [list(map(id, group["params"])) for group in make_optimizer(own_groups).param_groups]
+    if made_ids != given_ids:
         raise ValueError(f"{make_optimizer.func.__name__} replaces param_groups, or parameters in them, in its "
                          "constructor")
 
@@ -130,22 +133,24 @@ def trials_of(groups):
             kinds[repr({**hyperparameters(group), "lr": None, "initial_lr": None})].append(group)
     for alike in kinds.values():
         fastest = max(alike, key=lambda group: group.get("lr") or 0)
-        options, device = hyperparameters(fastest), fastest["params"][0].device
+        options = hyperparameters(fastest)
+        device = fastest["params"][0].device
         if options.get("lr") == 0:
             options["lr"] = 0.1  # with lr 0 no difference would show
         if not math.isfinite(options.get("lr") or 0):
             raise ValueError(f"lr is {options['lr']}: it must be a finite number")
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
-        small = [small_shape(n) for n in n_dims]
+        small_shapes = [small_shape(n) for n in n_dims]
+        several_shapes = (small_shapes * 3)[: max(3, len(small_shapes))]  # so that each of three ranks has a tensor
         trial = functools.partial(run, options=options, device=device)
-        yield functools.partial(trial, shapes=(small * 3)[: max(3, len(small))], phases=PHASES)
+        yield functools.partial(trial, shapes=several_shapes, phases=PHASES)
         # 8-bit optimizers have rules about the number of elements: more than 4096 or 65536, a power of two, a multiple
         # of 256 or 2048. 2**17 elements meet each of these rules, and a third of 2**17 is no such multiple.
         # bitsandbytes uses 8 bits from 4096 elements on: 6144 are enough, and halves and thirds of 6144 aren't.
         for rows, numel in (512, 2**17), (48, 6144):
             # For each of n_dims a shape of `numel` elements: (rows, 2, 2, …, columns).
-            large = [(rows, *[2] * (n - 2), max(1, numel // rows // 2**(n - 2))) for n in n_dims if n > 1] or [(numel,)]
-            yield functools.partial(trial, shapes=large, phases=[(2, False, 1.0)])
+            shapes = [(rows, *[2] * (n - 2), max(1, numel // rows // 2**(n - 2))) for n in n_dims if n > 1]
+            yield functools.partial(trial, shapes=shapes or [(numel,)], phases=[(2, False, 1.0)])
 
 
 @torch.no_grad()
@@ -153,14 +158,18 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
     """Let `n_ranks` ranks update a share each. Returns an Outcome."""
     values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)
     grads = torch.zeros_like(values)
-    places, grad_views = (shares_of(flat, shapes, n_ranks, unit) for flat in (values, grads))
-    shares = places if are_views else [[place.clone().requires_grad_() for place in share] for share in places]
+    shares = shares_of(values, shapes, n_ranks, unit)  # for each rank the parameters that it updates
+    places = list(itertools.chain(*shares))  # for each parameter its part of `values`
+    if not are_views:
+        shares = [[place.clone().requires_grad_() for place in share] for share in shares]
+    params = list(itertools.chain(*shares))
+    grad_views = list(itertools.chain(*shares_of(grads, shapes, n_ranks, unit)))  # for each parameter its gradient
     optimizers = [make_optimizer([{**copy.deepcopy(options), "params": list(share)}]) for share in shares]
-    params, places, grad_views = (list(itertools.chain(*each)) for each in (shares, places, grad_views))
-    generator, moved = torch.Generator().manual_seed(0), []
     for param, view in zip(params, grad_views):
         param.grad = view
     tensors = InnerTensors(params)
+    generator = torch.Generator().manual_seed(0)
+    moved = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_global_hooks():
         for n_steps, is_steady, magnitude in phases:
             before = values.clone()
@@ -178,7 +187,8 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
             for place, param in zip(places, params):
                 place.copy_(param)  # does nothing if `param` is this view
             moved.append(values - before)
-    return Outcome(moved, any(param.grad is not None and bool(param.grad.any()) for param in params))
+    leaves_grads = any(param.grad is not None and bool(param.grad.any()) for param in params)
+    return Outcome(moved, leaves_grads)
 
 
 def shares_of(flat, shapes, n_ranks, unit):
@@ -186,15 +196,20 @@ def shares_of(flat, shapes, n_ranks, unit):
 
     unit: pieces start at multiples of this number of elements in a tensor. None: whole tensors, dealt in turn.
     """
-    shares, end = [[] for _ in range(n_ranks)], 0
+    shares = [[] for _ in range(n_ranks)]
+    end = 0
     for number, shape in enumerate(shapes):
-        begin, end = end, end + math.prod(shape)
+        begin = end
+        end = begin + math.prod(shape)
         if unit is None:
             shares[number % n_ranks].append(flat[begin:end].view(shape))
             continue
-        cuts = [flat.numel() * rank // n_ranks for rank in range(1, n_ranks)]
-        cuts = [end if cut >= end else begin + max(0, cut - begin) // unit * unit for cut in cuts]
-        for share, start, stop in zip(shares, [begin, *cuts], [*cuts, end]):
+        cuts = [begin]
+        for rank in range(1, n_ranks):
+            cut = flat.numel() * rank // n_ranks
+            cut_at_unit = begin + max(0, cut - begin) // unit * unit
+            cuts.append(end if cut >= end else cut_at_unit)
+        for share, start, stop in zip(shares, cuts, [*cuts[1:], end]):
             if start < stop:
                 share.append(flat[start:stop])
     return shares

@@ -40,7 +40,9 @@ def checked_groups(optimizer, params, settings):
         raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
-    groups, error, device = [], None, next(iter(backends_of(process_group)))
+    groups = []
+    error = None
+    device = next(iter(backends_of(process_group)))
     try:
         if isinstance(params, (set, frozenset)):  # torch refuses a set only inside a group
             raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
@@ -145,12 +147,14 @@ def agree(error, settings, process_group, device):
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if failed:
-        errors = [None] * dist.get_world_size(process_group)
+        reports = [None] * dist.get_world_size(process_group)
         # Other ranks raise a class of Python. A library's own class may be missing there, or may take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
-        dist.all_gather_object(errors, None if error is None else (kind, str(error)), group=process_group)
+        own_report = None if error is None else (kind, str(error))
+        dist.all_gather_object(reports, own_report, group=process_group)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        rank, (kind, text) = next((rank, error) for rank, error in zip(ranks, errors) if error)
+        rank, report = next((rank, report) for rank, report in zip(ranks, reports) if report)
+        kind, text = report
         raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")

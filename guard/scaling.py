@@ -44,15 +44,15 @@ def total_norm(optimizer, norm_type):
             grads = [torch.zeros(1, device=state.device)]  # because torch's norm of an empty list is on the CPU
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(state.norm_dtype)
         for group in (optimizer.process_group, *mesh_groups):
-            norm = torch.linalg.vector_norm(gather(norm, group), float(norm_type))
+            norm = torch.linalg.vector_norm(tensors_of_ranks(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
     for group in state.mesh_groups:
-        norm = gather(norm, group).max()  # ranks may round the sum differently, and all ranks must clip alike
+        norm = tensors_of_ranks(norm, group).max()  # ranks may round the sum differently, and all ranks must clip alike
     return norm
 
 
-def gather(tensor, group):
+def tensors_of_ranks(tensor, group):
     """Return the `tensor` of each rank, (d, …). Callers reduce the result: a collective's own MAX may lose a nan."""
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=group)

@@ -64,17 +64,24 @@ def try_step(make_optimizer, options, shape, dtype, device):
     """Step a parameter of this shape, dtype and device. Return the Schema, or None if the step fails."""
     for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # some optimizers need real values
         try:
-            group = copy.deepcopy(options)
-            with mode, without_global_hooks(), torch.no_grad():
+            own_options = copy.deepcopy(options)
+            with mode:
                 param = torch.zeros(shape, dtype=dtype, device=device)
-                param.grad = torch.zeros_like(param)
-                optimizer = make_optimizer([{**group, "params": [param]}])
-                from_start = bool(optimizer.state.get(param))
-                optimizer.step()
-                return Schema(with_specs(optimizer.state[param]), from_start, tuple(shape))
+                state, from_start = stepped_alone(make_optimizer, own_options, param)
+                return Schema(with_specs(state), from_start, tuple(shape))
         except Exception as failure:  # a class may need a closure, or matrices
             reason_of(failure)
     return None
+
+
+def stepped_alone(make_optimizer, options, param):
+    """Step `param` once with a gradient of zeros. Return (its state, whether it had a state before the step)."""
+    param.grad = torch.zeros_like(param)
+    with without_global_hooks(), torch.no_grad():
+        optimizer = make_optimizer([{**options, "params": [param]}])
+        had_state = bool(optimizer.state.get(param))
+        optimizer.step()
+    return optimizer.state[param], had_state
 
 
 def reason_of(failure):
@@ -92,17 +99,15 @@ def fresh_state(make_optimizer, options, main):
     Another optimizer steps a copy of `main`, so no tensor of the program changes. (torch steps the program's own
     optimizer so, before it loads a state.) The step has no weight decay, which would fill a momentum.
     """
-    param = main.detach().clone()
-    param.grad = torch.zeros_like(param)
-    options = {key: 0.0 if key == "weight_decay" else copy.deepcopy(value) for key, value in options.items()}
+    own_options = copy.deepcopy(options)
+    if "weight_decay" in own_options:
+        own_options["weight_decay"] = 0.0
     try:
-        with without_global_hooks(), torch.random.fork_rng([main.device] if main.is_cuda else []), torch.no_grad():
-            optimizer = make_optimizer([{**options, "params": [param]}])
-            optimizer.step()
+        with torch.random.fork_rng([main.device] if main.is_cuda else []):
+            state, _ = stepped_alone(make_optimizer, own_options, main.detach().clone())
     except Exception as failure:
         reason_of(failure)
         return {}
-    state = optimizer.state[param]
     if isinstance(state.get("step"), torch.Tensor):
         state["step"].zero_()
     elif "step" in state:

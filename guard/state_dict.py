@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def has_one_owner(self):
-        """Return whether one rank updates the whole parameter, as in stages 1 and 2."""
+        """Return whether one rank updates the whole parameter, as in stages 1 and 2: a tensor of the whole shape."""
         stepped_shape = self.schema.shape if self.schema else self.main.shape
         return stepped_shape == self.sizes
 
@@ -70,7 +70,7 @@ def parts_of(optimizer) -> list[Part]:
         main, start, stop = piece_of.get(id(param), (None, 0, 0))
         offsets, sizes = box_of(param)
         spread_over = mesh_groups_of(param)
-        # Over the other groups of the mesh the parameter is replicated. The first rank of each of them writes it.
+        # The ranks of the other groups of the mesh have equal copies of the parameter. Each group's first rank writes.
         is_replica = any(dist.get_rank(group) > 0 for group in mesh_groups if group not in spread_over)
         shape, dtype = optimizer._stepped_as(param)
         schema = schema_of(optimizer.make_optimizer, options, shape, dtype, param.device)
@@ -105,9 +105,9 @@ def gather_over(groups):
     def gather(value):
         values = [value]
         for group in groups:
-            lists = [None] * dist.get_world_size(group)
-            dist.all_gather_object(lists, values, group=group)
-            values = sum(lists, [])
+            values_of_ranks = [None] * dist.get_world_size(group)
+            dist.all_gather_object(values_of_ranks, values, group=group)
+            values = list(itertools.chain(*values_of_ranks))
         return values
     return gather
 
@@ -263,8 +263,9 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
     if n_saved != n_own:
         raise ValueError(f"this state_dict has groups of {n_saved} parameters, this optimizer has {n_own}")
     keys = [key for group in saved_groups for key in group["params"]]  # indices, or names in the same order
-    if unknown := [key for key in states.keys() - set(keys) if not isinstance(key, str)]:
-        raise ValueError(f"this state_dict has a state of {unknown[0]!r}, which is in none of its groups")
+    for key in states.keys() - set(keys):
+        if not isinstance(key, str):
+            raise ValueError(f"this state_dict has a state of {key!r}, which is in none of its groups")
     main_params = []
     state_of = {}
     for key, part in zip(keys, parts_of(optimizer)):
@@ -311,8 +312,9 @@ def loaded_value(part, name, value):
     if hasattr(value, "placements"):
         raise ValueError(f"{name} of {part.label} is a DTensor: save it with torch.distributed.checkpoint, which cuts "
                          "it anew, or load its full_tensor()")
-    can_be_cut = isinstance(value, torch.Tensor) and value.shape == part.param.shape != part.main.shape
-    if can_be_cut and (name == MAIN_PARAM or part.is_cut(name, value)):
+    is_whole = isinstance(value, torch.Tensor) and value.shape == part.param.shape
+    is_cut_here = part.param.shape != part.main.shape
+    if is_whole and is_cut_here and (name == MAIN_PARAM or part.is_cut(name, value)):
         box = tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes))
         return value[box].reshape(-1)[part.start : part.stop].clone().view(part.main.shape)
     return value

@@ -1,7 +1,6 @@
-"""Reads the sentences of the page, show/beats.txt, and finds the moment of each; has the formulas of the counters."""
+"""Reads the sentences of the page, show/beats.txt, and finds the moment of each."""
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,13 @@ class Beat(NamedTuple):
     look: str = ""
     right: str = ""
     right_visit: int = 0
+
+
+class Visit(NamedTuple):
+    """A line that rank 0 has executed."""
+    frame: int
+    function: int
+    line: int
 
 
 NUMBERS = "none one two three four five six seven eight".split()
@@ -39,92 +45,72 @@ BEATS = read(Path(__file__).with_name("beats.txt").read_text(encoding="utf-8"))
 
 
 def facts(recording):
-    """Return what the sentences say in numbers: elements, bytes of fp32, and what the ranks own."""
-    numel = sum(recording["params"])
+    """Return what the sentences say in numbers that depend on d: elements of a shard, and bytes sent."""
     d = recording["ranks"]
-    params = recording["params"]
-    owned = sorted(Counter(recording["owners"]).values())
-    n_buckets = sum(operation["kind"] == "reduce-scatter" for operation in recording["operations"])
-    half = 4 * numel * (d - 1) // d
-    return {"numel": numel, "tensors": NUMBERS[len(params)], "whole": 4 * numel, "half": half, "both": 2 * half,
-            "shard": NUMBERS[numel // d] if numel // d <= 8 else numel // d, "moments": 8 * numel // d,
-            "sent": int(recording["sent_bytes"]),
-            "least": owned[0], "most": owned[-1], "own": recording["owners"].count(0),
-            "buckets": NUMBERS[n_buckets], "others": NUMBERS[max(0, n_buckets - 1)]}
-
-
-def formulas(id, recording):
-    """Return what a rank sends in a step, and holds after one, before zero_grad: as text and in bytes, with AdamW."""
-    numel, d = sum(recording["params"]), recording["ranks"]
-    rows = {storage["row"]: storage["numel"] for storage in recording["storages"]}
-    twice = "2·4Ψ·(d-1)/d"
-    thrice = "3·4Ψ·(d-1)/d"
-    sharded = ("(8 + 8/d)Ψ", (8 + 8 / d) * numel)
-    sent, held = {
-        "0": ((twice, 8 * numel), ("16Ψ", 16 * numel)),
-        "1": ((thrice, 12 * numel), sharded),
-        "2": ((f"{thrice} + padding", 8 * numel + 4 * rows.get("sync_params: gathered", 0)), sharded),
-        "3": ((twice, 8 * numel), sharded),
-        "4": ((twice, 8 * numel),
-              ("(4 + 12/d)Ψ + two buckets", (4 + 12 / d) * numel + 2 * 4 * rows.get("BucketBuffer.sent", 0))),
-    }[re.sub("idea.*", "3", id)]
-    return {"sent": sent[0], "sent_bytes": sent[1] * (d - 1) // d, "held": held[0], "held_bytes": int(held[1]),
-            "ddp_sent": 8 * numel * (d - 1) // d, "ddp_held": 16 * numel}
+    numel = sum(recording["params"])
+    half_bytes = 4 * numel * (d - 1) // d
+    return {"shard": NUMBERS[numel // d], "half": half_bytes, "both": 2 * half_bytes}
 
 
 def visits(recording, code):
-    """Return (frame, function, line) of each time that rank 0 has executed a line with `code`."""
-    first_halves = {max(arrow[4] for arrow in operation["arrows"]) for operation in recording["operations"]
-                    if operation["kind"] == "reduce-scatter" and operation["whole"] == "all-reduce"}
-    places = []
+    """Return a Visit for each time that rank 0 has executed a line with `code`."""
+    first_halves = [operation["end"] for operation in recording["operations"]
+                    if operation["kind"] == "reduce-scatter" and operation["whole"] == "all-reduce"]
+    result = []
     before = None
-    for index, frame in enumerate(recording["frames"]):
-        stack = dict(frame["at"]).get(0)
-        if stack is None:  # rank 0 waits
+    for number, frame in enumerate(recording["frames"]):
+        stacks = dict(frame["at"])
+        if 0 not in stacks:  # rank 0 waits
             continue
-        here = function, line = tuple(recording["stacks"][stack][-1])
-        if code in lines_of(recording, function)[line - 1]:
-            if here == before and places[-1][0] not in first_halves:
-                places.pop()
-            places.append((index, function, line))
-        before = here
-    return places
+        visit = Visit(number, *stacks[0][-1])
+        if code in lines_of(recording, visit.function)[visit.line - 1]:
+            is_same_line = before is not None and visit[1:] == before[1:]
+            if is_same_line and result[-1].frame not in first_halves:
+                result.pop()
+            result.append(visit)
+        before = visit
+    if not result:
+        raise ValueError(f"rank 0 executes no line with {code!r}")
+    return result
 
 
 def lines_of(recording, function):
-    """-> the lines of the file that a function is in."""
-    return recording["files"][recording["functions"][function][1]][1].splitlines()
+    """Return the lines of the file that a function is in."""
+    _, file, *_ = recording["functions"][function]
+    _, source = recording["files"][file]
+    return source.splitlines()
 
 
 def resolved(id, recording, right=None):
     """Return {says, caption, frame, function, lines, look} of each beat, as the page reads it.
 
-    `right` is the recording that is shown beside it, and in a beat the frame of that.
+    `right` is the recording that is shown beside it, and in a beat the frame of that recording.
     """
-    return [resolved_beat(beat, recording, right) for beat in BEATS.get(re.sub("idea.*", "idea", id), ())]
+    program = "idea" if id.startswith("idea") else id
+    return [resolved_beat(beat, recording, right) for beat in BEATS[program]]
 
 
 def resolved_beat(beat, recording, right):
     says = beat.says.format(**facts(recording))
     caption = " ".join(re.findall(r"\[(.*?)\]", says)).rstrip(".")
-    try:
-        frame, function, line = visits(recording, beat.code)[beat.visit]
-        _, _, first, last, _ = recording["functions"][function]
-        source = lines_of(recording, function)
-        also = [next(n for n in range(first, last + 1) if text in source[n - 1])
-                for text in filter(None, beat.also.split(" | "))]
-        beside = (beat.right, beat.right_visit) if beat.right else (beat.code, beat.visit)
-        compared = {"right": visits(right, beside[0])[beside[1]][0]} if right else {}
-    except (IndexError, StopIteration) as error:
-        raise ValueError(f"no such line in {recording['title']!r}: {beat}") from error
-    return {"says": re.sub(r"[\[\]]", "", says), "caption": caption[:1].upper() + caption[1:], "frame": frame,
-            "function": function, "lines": sorted([line, *also]), "look": beat.look} | compared
+    visit = visits(recording, beat.code)[beat.visit]
+    _, _, first, last, _ = recording["functions"][visit.function]
+    source = lines_of(recording, visit.function)
+    lines = [visit.line]
+    if beat.also:
+        lines.append(next(line for line in range(first, last + 1) if beat.also in source[line - 1]))
+    resolved = {"says": re.sub(r"[\[\]]", "", says), "caption": caption[:1].upper() + caption[1:],
+                "frame": visit.frame, "function": visit.function, "lines": sorted(lines), "look": beat.look}
+    if right:
+        beside = visits(right, beat.right)[beat.right_visit] if beat.right else visits(right, beat.code)[beat.visit]
+        resolved["right"] = beside.frame
+    return resolved
 
 
 def edit_of(program, recording, right):
     """Return the edit as a diff: file, its first line in the edited source, the lines removed, how many are added."""
-    name, before, after = program.edit
-    file = [title for title, _ in recording["files"]].index(name)
-    original = right["files"][file][1]
+    file, before, after = program.edit
+    number = [title for title, _ in recording["files"]].index(file)
+    _, original = right["files"][number]
     first = original[: original.index(before)].count("\n") + 1
-    return {"file": file, "line": first, "gone": before.splitlines(), "come": len(after.splitlines())}
+    return {"file": number, "line": first, "gone": before.splitlines(), "come": len(after.splitlines())}

@@ -9,7 +9,7 @@ each other was measured at 300 Mbit/s, where README.md's table has its times.
 from itertools import permutations, product
 from typing import NamedTuple
 
-from .picture import Cell, Picture, spans
+from .picture import Picture, Tile, spans
 
 RANKS = range(4)
 LEFT = 78  # pixels
@@ -18,17 +18,18 @@ GAP = 12
 CELL = 23
 LINE = 11
 WIDTH = 500
-UNIT = 22.5  # pixels of a unit of the clock
+UNIT = 28  # pixels of a unit of the clock
 HEIGHT = 118  # of a system
-SECONDS_A_UNIT = 0.45
+SECONDS_A_UNIT = 0.56
 PAUSE_S = 2.2
 # In units of the clock.
 BACKWARD = 4
 FORWARD = 2
-HALF = 5.92  # of an all-reduce
-UPDATE = 0.4  # of all parameters
-BUCKET = 0.32  # until the first bucket is full
+HALF = 4.105  # of an all-reduce
+UPDATE = 0.2  # of all parameters
+BUCKET = 0.25  # until the first bucket is full
 JUST_AFTER_0 = 0.01  # what is there at 0 is seen before the clock starts, too
+ROWS = ("parameters", "gradients", "moments", "")  # the last: the other moments
 
 
 class System(NamedTuple):
@@ -38,67 +39,78 @@ class System(NamedTuple):
     update: tuple
     all_gather: tuple
     forward: list  # (start, end) of its parts
-    carries: str  # what the all-gather carries: "average" or "new" parameters
+    is_sharded: bool
     held_bytes: int  # by a rank, for each parameter
     words: dict  # time -> the caption from then on
 
     @property
     def end(self):
-        return self.forward[-1][1]
+        _, end = self.forward[-1]
+        return end
 
     def histories(self):
-        """Return {row: (of the quarter that a rank averages, of the others)}: {time: kind of cell from then on}."""
-        averaged, updated, gathered = self.reduce_scatter[1], self.update[1], self.all_gather[1]
+        """Return for each row {time: kind of cell from then on}: of the quarter that a rank averages, of the others."""
+        _, averaged = self.reduce_scatter
+        _, updated = self.update
+        _, gathered = self.all_gather
         unused = "" if self.title == "Stage 4" else "garbage"  # stage 4 releases gradients
         gradients = {0: "", BUCKET: "gradient"}
-        own = {**gradients, averaged: "average", updated: unused}
-        if self.carries == "average":
-            sent = {**gradients, averaged: unused, gathered: "average", updated: unused}
-            return {"parameters": ({0: "old", updated: "new"},) * 2, "gradients": (own, sent),
-                    "moments": ({0: "moment"},) * 2}
-        return {"parameters": ({0: "old", updated: "new"}, {0: "old", gathered: "new"}),
-                "gradients": (own, {**gradients, averaged: unused}), "moments": ({0: "moment"}, {0: ""})}
+        own_gradients = gradients | {averaged: "average", updated: unused}
+        other_gradients = gradients | {averaged: unused}
+        if not self.is_sharded:
+            other_gradients |= {gathered: "average", updated: unused}
+        own_parameters = {0: "old", updated: "new"}
+        other_parameters = {0: "old", gathered if self.is_sharded else updated: "new"}
+        moments = ({0: "moment"}, {0: "" if self.is_sharded else "moment"})
+        return [(own_parameters, other_parameters), (own_gradients, other_gradients), moments, moments]
 
 
-def ddp():
-    first = BUCKET, BUCKET + HALF
-    second = first[1], first[1] + HALF
-    update = second[1], second[1] + UPDATE
-    return System("DDP", first, update, second, [(update[1], update[1] + FORWARD)], "average", 16, {
-        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
-        first[0]: "All-reduce, first half: each rank averages a quarter.",
-        second[0]: "Second half: it sends its averages to all others.",
-        update[0]: "Each rank updates everything, with all moments."})
-
-
-def sharded(title, sends_at, held_bytes):
-    """Return stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward pass."""
-    first = sends_at, sends_at + HALF
-    update = first[1], first[1] + UPDATE / 4
-    second = update[1], update[1] + HALF
-    forward = [(second[1], second[1] + FORWARD)]
-    if sends_at < BACKWARD:  # a quarter of the layers may run when a quarter of the parameters has arrived
-        arrivals = [second[0] + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
+def system_of(title, sends_at, held_bytes, is_sharded=True):
+    """Return DDP, or stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward."""
+    averaged = sends_at + HALF
+    if is_sharded:
+        updated = averaged + UPDATE / 4
+        end = updated + HALF
+        update = (averaged, updated)
+        all_gather = (updated, end)
+    else:
+        gathered = averaged + HALF
+        end = gathered + UPDATE
+        all_gather = (averaged, gathered)
+        update = (gathered, end)
+    forward = [(end, end + FORWARD)]
+    words = {JUST_AFTER_0: "Backward pass: each rank has its own gradients."}
+    if not is_sharded:
+        words |= {sends_at: "All-reduce, first half: each rank averages a quarter.",
+                  averaged: "Second half: it sends its averages to all others.",
+                  gathered: "Each rank updates everything, with all moments."}
+    elif sends_at == BACKWARD:
+        words |= {sends_at: "Reduce-scatter: each rank averages a quarter.",
+                  averaged: "It updates this quarter, and sends it to all others."}
+    else:
+        words |= {sends_at: "Reduce-scatter, while the pass goes on: each rank averages a quarter.",
+                  averaged: "It updates this quarter, and sends it during the next forward pass."}
+        # A quarter of the layers may run when a quarter of the parameters has arrived.
+        arrivals = [updated + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
         forward = [(arrival, arrival + FORWARD / 4) for arrival in arrivals]
-    meanwhile = ", while the pass goes on" if sends_at < BACKWARD else ""
-    to_whom = "during the next forward pass" if sends_at < BACKWARD else "to all others"
-    return System(title, first, update, second, forward, "new", held_bytes, {
-        JUST_AFTER_0: "Backward pass: each rank has its own gradients.",
-        first[0]: f"Reduce-scatter{meanwhile}: each rank averages a quarter.",
-        update[0]: f"It updates this quarter, and sends it {to_whom}."})
+    return System(title, (sends_at, averaged), update, all_gather, forward, is_sharded, held_bytes, words)
 
 
-SYSTEMS = ddp(), sharded("Stage 3", BACKWARD, 10), sharded("Stage 4", BUCKET, 7)
+SYSTEMS = [system_of("DDP", BUCKET, 16, is_sharded=False), system_of("Stage 3", BACKWARD, 10),
+           system_of("Stage 4", BUCKET, 7)]
 
 
 def draw(picture, top, system, start_s):
     """Draw a system whose clock starts at a second of the picture."""
+    def second_of(time):
+        return start_s + time * SECONDS_A_UNIT
+
     def spans_of(history):
-        seconds = [(start_s + time * SECONDS_A_UNIT if time else 0, what) for time, what in history.items()]
+        seconds = [(second_of(time) if time else 0, what) for time, what in history.items()]
         return spans(seconds, picture.seconds)
 
-    def cell(rank, quarter, line, kind):
-        return Cell(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)
+    def tile(rank, quarter, line, kind):
+        return Tile(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)
 
     picture.text(8, top + 11, system.title, "strong")
     done = f"Done in {system.end / SYSTEMS[0].end:.2f} of DDP's time."
@@ -106,44 +118,57 @@ def draw(picture, top, system, start_s):
         done = "Done: every rank holds all moments."
     for words, *span in spans_of({0: "", **system.words, system.end: done}):
         picture.text(LEFT, top + 11, words, "", *span)
-    for line, row in enumerate(("parameters", "gradients", "moments", "moments")):
-        picture.text(LEFT - 8, top + 25 + line * LINE, row if line < 3 else "", "end")
+    for line, (row, (own, others)) in enumerate(zip(ROWS, system.histories())):
+        picture.text(LEFT - 8, top + 25 + line * LINE, row, "end")
         for rank, quarter in product(RANKS, RANKS):
-            for kind, *span in spans_of(system.histories()[row][rank != quarter]):
+            for kind, *span in spans_of(own if rank == quarter else others):
                 if kind:
-                    picture.add(cell(rank, quarter, line, kind), *span)
-    gathered_line = 1 if system.carries == "average" else 0
-    n_flown = 0
-    halves = (system.reduce_scatter, 1, "gradient"), (system.all_gather, gathered_line, system.carries)
-    for half, line, kind in halves:
-        start, stop = (start_s + time * SECONDS_A_UNIT for time in half)
-        alone = start + (stop - start) * 0.4  # the first message flies alone until then, the others after it
-        for number, (rank, receiver) in enumerate(permutations(RANKS, 2)):
-            flying = cell(rank, receiver if kind == "gradient" else rank, line, kind)
-            span = (alone, stop) if number else (start, alone)
-            picture.fly(flying, (receiver - rank) * (RANK + GAP), 0, *span)
-            n_flown += 1
-    sent = "gradients" if system.carries == "average" else "parameters"
-    bars = [("computes", "backward", "", (0, BACKWARD)), ("computes", "update", "", system.update),
-            *(("computes", "forward", "", part) for part in system.forward),
-            ("sends", "reduce-scatter", "gradients", system.reduce_scatter),
-            ("sends", "all-gather", sent, system.all_gather)]
-    for lane, name, colour, (start, stop) in bars:
-        y = top + (62 if lane == "computes" else 76)
-        box = LEFT + UNIT * start, y, max(2, UNIT * (stop - start) - 1), 12
-        live = (start_s + time * SECONDS_A_UNIT for time in (start, stop))
-        picture.text(LEFT - 8, y + 9, lane, "end")
-        picture.rect(*box, f"bar {colour}" if colour else "line")
-        picture.rect(*box, f"bar {colour} live", *live)
-        if box[2] > 5 * len(name):
-            picture.text(box[0] + box[2] / 2, y + 10, name, "middle")
-    if len(system.forward) > 1:
-        picture.text(LEFT + UNIT * system.end + 4, top + 72, "forward")
+                    picture.add(tile(rank, quarter, line, kind), *span)
+    n_flown = draw_flights(picture, system, second_of, tile)
+    draw_bars(picture, top, system, second_of)
     values = n_flown / len(RANKS) ** 2  # a cell is a quarter of the parameters, and four ranks send
     picture.text(LEFT - 8, top + 101, "holds", "end")
     picture.rect(LEFT, top + 92, 5 * system.held_bytes, 10, "bar")
     words = f"{system.held_bytes} bytes, and sends {values:g} values, for each parameter"
     picture.text(LEFT + 5 * system.held_bytes + 5, top + 101, words)
+
+
+def draw_flights(picture, system, second_of, tile):
+    """Draw what flies: first one message alone, then the others. Return how many cells fly."""
+    n_flown = 0
+    for half in (system.reduce_scatter, system.all_gather):
+        start, stop = map(second_of, half)
+        alone_until = start + (stop - start) * 0.4
+        for sender, receiver in permutations(RANKS, 2):
+            flying = tile(sender, sender, 0, "new")
+            if half == system.reduce_scatter:
+                flying = tile(sender, receiver, 1, "gradient")
+            elif not system.is_sharded:
+                flying = tile(sender, sender, 1, "average")
+            leaves, arrives = (alone_until, stop) if (sender, receiver) != (0, 1) else (start, alone_until)
+            picture.fly(flying, (receiver - sender) * (RANK + GAP), 0, leaves, arrives, arrives)
+            n_flown += 1
+    return n_flown
+
+
+def draw_bars(picture, top, system, second_of):
+    """Draw what a rank does, from left to right: what it computes, and what it sends."""
+    sent = "parameters" if system.is_sharded else "gradients"
+    bars = [("computes", "backward", "", (0, BACKWARD)), ("computes", "update", "", system.update),
+            *(("computes", "forward", "", part) for part in system.forward),
+            ("sends", "reduce-scatter", "gradients", system.reduce_scatter),
+            ("sends", "all-gather", sent, system.all_gather)]
+    for lane, name, colour, (start, stop) in bars:
+        x = LEFT + UNIT * start
+        y = top + (62 if lane == "computes" else 76)
+        width = max(2, UNIT * (stop - start) - 1)
+        picture.text(LEFT - 8, y + 9, lane, "end")
+        picture.rect(x, y, width, 12, f"bar {colour}" if colour else "line")
+        picture.rect(x, y, width, 12, f"bar {colour} live", second_of(start), second_of(stop))
+        if width > 5 * len(name):
+            picture.text(x + width / 2, y + 10, name, "middle")
+    if len(system.forward) > 1:
+        picture.text(LEFT + UNIT * system.end + 4, top + 72, "forward")
 
 
 def picture():

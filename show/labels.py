@@ -15,13 +15,16 @@ Kinds of a label (kind, element, origin): element counts from 0 over all paramet
     mixture     anything else
 """
 
-import bisect
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # rows of moments; the first is the average itself after a step
+from .frames import Cell
+from .trace import MOMENTS
+
+TOLERANCE = 1e-5  # of sums, which the core and the table may round in other orders
 NOTHING = ("zero", "padding", "unset")  # what these hold isn't garbage
 # Phases in which no gradient is used any more: one that is left in a bucket buffer may only be sent as padding.
 AFTER_GRADS = ("step_own", "sync_params", "zero_grad", "forward")
@@ -37,84 +40,101 @@ class Table:
     """Finds labels by value. weights: (n,), at first; grads: (steps, d, n); later: (n,) after each replicated step."""
 
     def __init__(self, weights, grads, later):
-        self.tolerance = 1e-5 if weights.dtype == torch.float32 else 4 * torch.finfo(weights.dtype).eps  # of sums
         known = [("parameter", version, values) for version, values in enumerate([weights, *later])]
         for step, of_ranks in enumerate(grads):
-            shares = of_ranks.float() / len(of_ranks)
+            shares = of_ranks / len(of_ranks)
             known += [("gradient", rank, values) for rank, values in enumerate(of_ranks)]
-            known += [("share", rank, values) for rank, values in enumerate(shares) if len(shares) > 1]
-            known += [("average", step, shares.sum(0))]
-        self.entries = sorted((value, Label(kind, element, origin)) for kind, origin, values in known
-                              for element, value in enumerate(values.tolist()))
-        self.values = [value for value, _ in self.entries]
+            known += [("share", rank, values) for rank, values in enumerate(shares)]
+            known.append(("average", step, shares.sum(0)))
+        self.entries = [(value, Label(kind, element, origin)) for kind, origin, values in known
+                        for element, value in enumerate(values.tolist())]
 
-    def find(self, value, element):
-        """-> the label of the nearest value, of `element` if that is known; or None."""
-        margin = abs(value) * self.tolerance
-        first = bisect.bisect_left(self.values, value - margin)
-        last = bisect.bisect_right(self.values, value + margin)
-        near = [(abs(known - value), label) for known, label in self.entries[first:last]]
-        at_home = [(distance, label) for distance, label in near if label.element == element]
-        return min(at_home or near)[1] if near else None
+    def label_of(self, value, element):
+        """Return the label of the nearest value. element: the one that the cell shows, if that is known."""
+        if value != value:  # NaN
+            return Label("unset")
+        if value == 0:
+            return Label("zero")
+        near = [(abs(known - value), label) for known, label in self.entries
+                if abs(known - value) <= abs(value) * TOLERANCE]
+        of_element = [(distance, label) for distance, label in near if label.element == element]
+        if not near:
+            return Label("mixture", element)
+        _, label = min(of_element or near)
+        return label
 
 
 def labels_of(trace, table):
-    """-> {(storage, what it holds): labels of its cells}."""
+    """Return {(storage, its bytes): labels of its cells} for all memory of a trace."""
     views = {(uid, cell): element for uid, storage in trace.storages.items()
              for cell, element in storage.elements.items()}
-    homes, known = dict(views), {}  # homes: cell -> the element that is seen there; None where several are, in turn
-    for uid, memory in (item for event in trace.events for item in event.memory.items()):
-        if (uid, memory) not in known:
-            values = trace.storages[uid].values(memory)
-            known[uid, memory] = [label_of(table, value, (uid, cell), homes) for cell, value in enumerate(values)]
-    for (uid, _), labels in known.items():  # now that all is seen: a zero where never an element comes is padding
-        for cell, label in enumerate(labels):
-            if label.kind == "zero":
-                labels[cell] = Label("zero", views.get((uid, cell))) if (uid, cell) in homes else Label("padding")
-            elif trace.storages[uid].row in STATES and label.kind != "unset":
-                labels[cell] = Label("moment", label.element if trace.storages[uid].row == STATES[0] else None)
-    return known
-
-
-def label_of(table, value, place, homes):
-    if value != value:
-        return Label("unset")
-    if value == 0:
-        return Label("zero")
-    label = table.find(value, homes.get(place))
-    if label is None:
-        return Label("mixture", homes.get(place))
-    if homes.setdefault(place, label.element) != label.element:
-        homes[place] = None
-    return label
-
-
-def put_cells(trace, labels, telling, steps):
-    """Fill `cells` of each event of `trace`: (value, kind, element, origin) each. telling: events
-    of the labelled run. Garbage is what nobody reads before it is written or released, or the recording ends; but the
-    model's own parameters anybody may read."""
-    nexts, log = defaultdict(dict), list(trace.log)  # nexts: storage -> {byte: how it is accessed next}
-    for event, twin in zip(reversed(trace.events), reversed(telling)):
-        while len(log) > event.n_accesses:
-            uid, start, end, how = log.pop()
-            nexts[uid].update(dict.fromkeys(range(start, end, 2), how))
+    elements = dict(views)  # cell -> the element that the cell shows; None where the cell shows several in turn
+    labels = {}
+    for event in trace.events:
         for uid, memory in event.memory.items():
-            storage, seen = trace.storages[uid], []
-            for cell, (value, label) in enumerate(zip(storage.values(memory), labels[uid, twin.memory[uid]])):
-                is_read = storage.is_model or nexts[uid].get(cell * storage.dtype.itemsize) == "read"
-                is_left_over = label.kind in ("gradient", "share") and event.phase in AFTER_GRADS
-                if (is_left_over or not is_read) and label.kind not in NOTHING:
-                    label = Label("garbage", label.element)
-                elif label.kind == "parameter":
-                    is_new = label.origin > min(event.step, steps - 1)
-                    label = label._replace(kind="stale" if label.origin < event.step else "new" if is_new else "old")
-                seen.append((plain(value), *label))
-            event.cells[uid] = tuple(seen)
+            if (uid, memory) in labels:
+                continue
+            labels[uid, memory] = []
+            for cell, value in enumerate(values_of(memory)):
+                label = table.label_of(value, elements.get((uid, cell)))
+                if label.element is not None and elements.setdefault((uid, cell), label.element) != label.element:
+                    elements[uid, cell] = None
+                labels[uid, memory].append(label)
+    for (uid, _), of_storage in labels.items():  # now that all is seen: a zero where never an element comes is padding
+        row = trace.storages[uid].row
+        for cell, label in enumerate(of_storage):
+            if label.kind == "zero" and (uid, cell) not in elements:
+                of_storage[cell] = Label("padding")
+            elif label.kind == "zero":
+                of_storage[cell] = Label("zero", views.get((uid, cell)))
+            elif row in MOMENTS and label.kind != "unset":
+                of_storage[cell] = Label("moment", label.element if row == MOMENTS[0] else None)
+    return labels
+
+
+def labelled_events(trace, telling, table, n_steps):
+    """Return the events of a trace with their cells. telling: the trace of the run whose values are in the table.
+
+    Garbage is what nobody reads before it is written or released, or the recording ends. But the model's own parameters
+    anybody may read.
+    """
+    labels = labels_of(telling, table)
+    events = []
+    accesses = list(trace.log)
+    next_access = defaultdict(dict)  # storage -> {cell: "read" or "write"}
+    for event, twin in zip(reversed(trace.events), reversed(telling.events), strict=True):
+        while len(accesses) > event.n_accesses:
+            (uid, first, end), how = accesses.pop()
+            next_access[uid] |= dict.fromkeys(range(first, end), how)
+        cells = {}
+        for uid, memory in event.memory.items():
+            of_storage = []
+            for cell, (value, label) in enumerate(zip(values_of(memory), labels[uid, twin.memory[uid]])):
+                is_read = trace.storages[uid].is_model or next_access[uid].get(cell) == "read"
+                of_storage.append(Cell(plain(value), *label_in_step(label, event, is_read, n_steps)))
+            cells[uid] = tuple(of_storage)
+        events.append(replace(event, cells=cells))
+    return events[::-1]
+
+
+def label_in_step(label, event, is_read, n_steps):
+    """Return a label as it is after an event. is_read: whether the cell is read before it is written."""
+    if label.kind in NOTHING:
+        return label
+    is_left_over = label.kind in ("gradient", "share") and event.phase in AFTER_GRADS
+    if is_left_over or not is_read:
+        return Label("garbage", label.element)
+    if label.kind != "parameter":
+        return label
+    if label.origin < event.step:
+        return label._replace(kind="stale")
+    return label._replace(kind="new" if label.origin > min(event.step, n_steps - 1) else "old")
+
+
+def values_of(memory):
+    return torch.frombuffer(bytearray(memory), dtype=torch.float32).tolist()
 
 
 def plain(value):
-    """A number as json and a reader take it: six digits are enough for what 32 bits hold here. NaN is None."""
-    if value != value:
-        return None
-    short = float(f"{value:.6g}")
-    return int(short) if short == int(short) else short
+    """Return a number as a reader takes it: six digits are enough for what 32 bits hold here. NaN is None."""
+    return None if value != value else float(f"{value:.6g}")

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-CSS = Path(__file__).with_name("page").joinpath("cells.css").read_text(encoding="utf-8").strip()
 THEMES = {
     "": "--paper:#fff;--ink:#1c1e21;--soft:#565c66;--line:#d5d9df;--garbage:#d3d7dd;--bad:#c4001a;--grads:#0a7d4f;"
         "--params:#7b3fb5",
@@ -21,13 +20,19 @@ KINDS = {  # kind of cell -> its words in the legend
     "gradient": "gradient", "share": "gradient ÷ 4", "average": "average", "old": "old", "stale": "awaited",
     "new": "new", "moment": "moment", "garbage": "garbage", "padding": "padding"}
 SENT_DIRECTLY = "Drawn as direct sends, one by one. NCCL's ring sends as many bytes."
+EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has them
 HIDDEN = "opacity:0"  # this style and the next three are steps of keyframes
 SEEN = "opacity:1"
 LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
 LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
 
 
-class Cell(NamedTuple):
+def page_file(name):
+    """Return the text of a file of show/page/."""
+    return Path(__file__).with_name("page").joinpath(name).read_text(encoding="utf-8").strip()
+
+
+class Tile(NamedTuple):
     """A cell of memory, drawn by its kind: gradients and moments have stripes, new parameters a border."""
     kind: str
     owner: int  # -1: every rank
@@ -47,37 +52,43 @@ class Picture:
         self.height = 0
         self.seconds = seconds
         self.still = still
-        self.spans = {}  # shape (text of SVG, or a Cell) -> [(start, stop), …]
-        self.flights = {}  # (start, stop, until, dx, dy), as in fly() -> Cells
-
-    def add(self, shape, start=0, stop=None):
-        """Add a shape that is visible from second `start` to `stop`. A span from the last one's end on prolongs it."""
-        spans = self.spans.setdefault(shape, [])
-        if spans and spans[-1][1] == start:
-            start, _ = spans.pop()
-        spans.append((start, self.seconds if stop is None else stop))
+        self.shapes = {}  # Tile, or the SVG of a bar -> [(start, stop), …]
+        self.texts = {}  # SVG -> [(start, stop), …]
+        self.flights = {}  # (start, stop, until, dx, dy), as in fly() -> Tiles
 
     def text(self, x, y, words, kind="", *span):
-        self.add(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>', *span)
+        svg = f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
+        self.texts[svg] = self.prolonged(self.texts.get(svg, []), *span)
 
     def rect(self, x, y, width, height, kind, *span):
         self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>', *span)
 
-    def fly(self, cell, dx, dy, start, stop, until=None):
-        """Add a cell that moves by (dx, dy) from second `start` to `stop`, and is visible from `start` to `until`."""
-        self.flights.setdefault((start, stop, until or stop, dx, dy), []).append(cell)
+    def add(self, shape, *span):
+        self.shapes[shape] = self.prolonged(self.shapes.get(shape, []), *span)
+
+    def prolonged(self, spans, start=0, stop=None):
+        """Return the spans with one more. If it begins where the last one ends, the two are one."""
+        stop = self.seconds if stop is None else stop
+        if spans and spans[-1][1] == start:
+            return [*spans[:-1], (spans[-1][0], stop)]
+        return [*spans, (start, stop)]
+
+    def fly(self, tile, dx, dy, start, stop, until):
+        """Add a tile that moves by (dx, dy) from second `start` to `stop`, and is visible from `start` to `until`."""
+        self.flights.setdefault((start, stop, until, dx, dy), []).append(tile)
 
     def legend(self, x, y):
         """Draw an example of each kind of cell, and set the height of the picture, whose last lines these are."""
-        kinds_drawn = {shape.kind for shape in self.spans if isinstance(shape, Cell)}
-        for kind in [kind for kind in KINDS if kind in kinds_drawn]:
-            words_width = sum(9 if letter in "mw" else 6 for letter in KINDS[kind])  # an estimate
-            width = words_width + 29
+        kinds_drawn = {shape.kind for shape in self.shapes if isinstance(shape, Tile)}
+        for kind, words in KINDS.items():
+            if kind not in kinds_drawn:
+                continue
+            width = 29 + sum(9 if letter in "mw" else 6 for letter in words)  # an estimate
             if x + width > self.width:
                 x = 8
                 y += 17
-            self.add(Cell(kind, 0, x, y, 16, 13))
-            self.text(x + 19, y + 10, KINDS[kind], "soft")
+            self.add(Tile(kind, 0, x, y, 16, 13))
+            self.text(x + 19, y + 10, words, "soft")
             x += width
         self.text(8, y + 28, SENT_DIRECTLY, "soft")
         self.height = y + 36
@@ -88,29 +99,34 @@ class Picture:
         return f"@keyframes {name}{{{frames}}}.{name}{{animation:{name} {self.seconds:g}s step-end infinite}}"
 
     def svg(self, theme):
-        groups = {}  # (whether they are texts, *spans) -> shapes
         rules = {}  # name of an animation -> its steps
         body = []
-        for shape, spans in self.spans.items():
-            is_text = str(shape).startswith("<text")
-            groups.setdefault((is_text, *spans), []).append(shape)
-        for (_, *spans), shapes in sorted(groups.items(), key=lambda group: group[0][0]):  # texts last: they lie on top
-            name = f"s{len(rules)}"
-            is_still = any(start <= self.still < stop for start, stop in spans)
-            rules[name] = {0: HIDDEN}
+        groups = [*in_groups(self.shapes), *in_groups(self.texts)]  # texts last: they lie on top
+        for number, (spans, shapes) in enumerate(groups):
+            steps = {0: HIDDEN}
             for start, stop in spans:
-                rules[name] |= {start: SEEN, stop: HIDDEN}
-            body.append(f'<g class="{name}" opacity="{is_still:d}">{drawn(shapes)}</g>')
-        for (start, stop, until, dx, dy), cells in self.flights.items():  # flights at the same seconds share a rule
+                steps |= {start: SEEN, stop: HIDDEN}
+            rules[f"s{number}"] = steps
+            is_still = any(start <= self.still < stop for start, stop in spans)
+            body.append(f'<g class="s{number}" opacity="{is_still:d}">{drawn(shapes)}</g>')
+        for (start, stop, until, dx, dy), tiles in self.flights.items():  # flights at the same seconds share a rule
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
             rules[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
-            followed = " followed" if any(cell.words for cell in cells) else ""
-            body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{drawn(cells)}</g>')
+            followed = " followed" if any(tile.words for tile in tiles) else ""
+            body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{drawn(tiles)}</g>')
         motion = "".join(self.keyframes(name, steps) for name, steps in rules.items())
         return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="'
                 f'{self.width * 1.4:g}" role="img"><title>{escape(self.title)}</title><style>svg{{{THEMES[theme]}}}'
-                f'{CSS}\n@media(prefers-reduced-motion:no-preference){{{motion}}}</style>{patterns()}'
+                f'{page_file("cells.css")}\n@media(prefers-reduced-motion:no-preference){{{motion}}}</style>{patterns()}'
                 '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(body) + "\n</svg>\n")
+
+
+def in_groups(spans_of_shapes):
+    """Return (spans, shapes that are visible in them), …"""
+    groups = {}
+    for shape, spans in spans_of_shapes.items():
+        groups.setdefault(tuple(spans), []).append(shape)
+    return groups.items()
 
 
 def spans(history, end):
@@ -119,18 +135,18 @@ def spans(history, end):
 
 
 def drawn(shapes):
-    """Return shapes as SVG: first those that are text, then for Cells that look alike one path and their words."""
-    groups = [shape for shape in shapes if isinstance(shape, str)]
-    looks = {}
-    for cell in shapes:
-        if isinstance(cell, Cell):
-            looks.setdefault((cell.kind, cell.owner), []).append(cell)
-    for (kind, owner), cells in looks.items():
-        words = "".join(f'<text x="{cell.x + cell.width // 2}" y="{cell.y + cell.height - 5}">{cell.words}</text>'
-                        for cell in cells if cell.words)
-        outlines = "".join(f"M{cell.x} {cell.y}h{cell.width - 1}v{cell.height - 1}h{1 - cell.width}z" for cell in cells)
-        groups.append(f'<g class="cell {kind} o{owner}" fill="url(#{kind}{owner})"><path d="{outlines}"/>{words}</g>')
-    return "".join(groups)
+    """Return shapes as SVG: first those that are text, then for Tiles that look alike one path and their words."""
+    svg = [shape for shape in shapes if not isinstance(shape, Tile)]
+    alike = {}
+    for tile in shapes:
+        if isinstance(tile, Tile):
+            alike.setdefault((tile.kind, tile.owner), []).append(tile)
+    for (kind, owner), tiles in alike.items():
+        outlines = "".join(f"M{tile.x} {tile.y}h{tile.width - 1}v{tile.height - 1}h{1 - tile.width}z" for tile in tiles)
+        words = "".join(f'<text x="{tile.x + tile.width // 2}" y="{tile.y + tile.height - 5}">{tile.words}</text>'
+                        for tile in tiles if tile.words)
+        svg.append(f'<g class="cell {kind} o{owner}" fill="url(#{kind}{owner})"><path d="{outlines}"/>{words}</g>')
+    return "".join(svg)
 
 
 def patterns(n_owners=4):
@@ -144,3 +160,15 @@ def patterns(n_owners=4):
                 f'M0 0h9v9h-9z" class="own" fill-opacity="{opacity}"/><path d="M0 0h{width}v9h-{width}z" class="own"/>'
                 '</pattern>')
     return f"<defs>{''.join(stripes)}</defs>"
+
+
+def short_number(value, room):
+    """Write a number in at most `room` characters: eighths as such, of others as many digits as fit."""
+    if value is None:
+        return "?"
+    eighths = 8 * (abs(value) % 1)
+    if eighths in range(1, 8) and abs(value) < 1000:
+        sign = "-" if value < 0 else ""
+        return f"{sign}{int(abs(value)) or ''}{EIGHTHS[int(eighths) - 1]}"
+    texts = [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
+    return next((text for text in texts if len(text) <= room), "…")

@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from . import hero
-from .frames import Memory
-from .picture import Cell, Picture, spans
-from .terminal import short
+from .frames import memory_after
+from .picture import Picture, Tile, short_number, spans
 
 N_RANKS = 4
 LEFT = 8  # pixels
@@ -40,6 +39,59 @@ SCENES = {
 }
 
 
+class Flight(NamedTuple):
+    """Messages of an operation that fly at the same time. Times are seconds of the picture."""
+    operation: dict
+    messages: range  # indices of the operation's arrows
+    start: float
+    stop: float
+    landing: float  # when all messages of the operation have arrived
+    is_followed: bool  # by the reader's eye: one message alone, with its values
+
+
+class Timetable(NamedTuple):
+    """What is seen when. Times are seconds of the picture."""
+    captions: list  # (second, beat)
+    changes: list  # (second, frame whose memory is seen from then on)
+    flights: list
+    end: float
+
+
+def timetable(recording):
+    """Return the Timetable of a scene. One operation follows the other, also where they were in flight together."""
+    captions = []
+    changes = [(0.0, 0)]
+    flights = []
+    followed = set()  # kinds of operations whose first message has been followed
+    second = 0.0
+    before = 0
+    operations = sorted(recording["operations"], key=lambda operation: operation["end"])
+    for beat in recording["beats"]:
+        if not beat["caption"]:
+            continue
+        captions.append((second, beat))
+        second += WORD_S * len(beat["caption"].split())
+        for operation in operations:
+            if not before < operation["end"] <= beat["frame"]:
+                continue
+            changes.append((second, operation["end"] - 1))
+            messages = range(len(operation["arrows"]))
+            kind = operation["kind"], operation["whole"]
+            if kind not in followed:
+                followed.add(kind)
+                start = second + FOLLOWED_S
+                flights.append(Flight(operation, messages[:1], second, start, start + TOGETHER_S, True))
+                messages = messages[1:]
+                second = start
+            landing = second + TOGETHER_S
+            flights.append(Flight(operation, messages, second, landing, landing, False))
+            second = landing
+        changes.append((second, beat["frame"]))
+        second += REST_S
+        before = beat["frame"]
+    return Timetable(captions, changes, flights, second)
+
+
 class Panel:
     """The memory of all ranks: rows below each other from `top` on; `bottom` is below the last."""
 
@@ -47,165 +99,130 @@ class Panel:
         self.picture = picture
         self.recording = recording
         self.bottom = top + 20
-        self.tops = {}
+        self.tops = {}  # name of a row -> y of its first line
         for rank in range(N_RANKS):
-            picture.rect(LEFT + rank * (RANK + GAP), top, RANK - 2, 3, f"own o{rank}")
-            picture.text(LEFT + rank * (RANK + GAP), top + 15, f"rank {rank}")
+            x = LEFT + rank * (RANK + GAP)
+            picture.rect(x, top, RANK - 2, 3, f"own o{rank}")
+            picture.text(x, top + 15, f"rank {rank}")
         n_columns = 0
         for words, names in rows.items():
             if words:
                 picture.text(LEFT, self.bottom + 11, words)
                 self.bottom += 15
             self.tops |= dict.fromkeys(names, self.bottom)
-            columns, lines = zip(*(place for storage in recording["storages"] if storage["row"] in names
-                                   for place in storage["places"]))
-            n_columns = max(n_columns, 1 + max(columns))
-            self.bottom += LINE * (1 + max(lines)) + 2
-        self.width = RANK // n_columns
+            n_lines = 0
+            for storage in recording["storages"]:
+                if storage["row"] in names:
+                    n_columns = max(n_columns, *(column + 1 for column, _ in storage["places"]))
+                    n_lines = max(n_lines, *(line + 1 for _, line in storage["places"]))
+            self.bottom += LINE * n_lines + 2
+        self.width = RANK // n_columns  # of a cell
 
-    def cells(self, number, values, first=0):
-        """Return the Cells of `values`, which are those of a storage from `first` on."""
-        storage, cells = self.recording["storages"][number], []
-        for (value, kind, element, _), (column, line) in zip(values, storage["places"][first:]):
-            owner = storage["rank"] if element is None or kind == "moment" else self.recording["owners"][element]
+    def tiles(self, number, cells, first=0):
+        """Return the Tiles of some cells of a storage, from the cell `first` on."""
+        storage = self.recording["storages"][number]
+        tiles = []
+        for cell, (column, line) in zip(cells, storage["places"][first:]):
+            owner = storage["rank"]
+            if cell.element is not None and cell.kind != "moment":
+                owner = self.recording["owners"][cell.element]
             x = LEFT + storage["rank"] * (RANK + GAP) + column * self.width
             y = self.tops[storage["row"]] + line * LINE
-            words = "" if kind in ("padding", "garbage", "unset", "moment") else short(value, 4)
-            cells.append(Cell(kind, owner, x, y, self.width, LINE, words))
-        return cells
+            words = "" if cell.kind in ("padding", "garbage", "unset", "moment") else short_number(cell.value, 4)
+            tiles.append(Tile(cell.kind, owner, x, y, self.width, LINE, words))
+        return tiles
 
     def draw(self, frame, *span):
         """Add all cells as they are after a frame: where a new storage takes the place of another, the new."""
-        cells = {}
-        for number, values in sorted(Memory(self.recording, frame).cells.items()):
-            if values and self.recording["storages"][number]["row"] in self.tops:
-                cells |= {(cell.x, cell.y): cell for cell in self.cells(number, values)}
-        for cell in cells.values():
-            self.picture.add(cell, *span)
+        seen = {}  # place -> Tile
+        for number, cells in sorted(memory_after(self.recording, frame).items()):
+            if cells and self.recording["storages"][number]["row"] in self.tops:
+                seen |= {(tile.x, tile.y): tile for tile in self.tiles(number, cells)}
+        for tile in seen.values():
+            self.picture.add(tile, *span)
 
     def fly(self, flight):
         """Add the messages of a flight, each from where it was sent to where it arrives. Return how many cells fly.
 
         What is gathered stays where it arrives until all of it is there. What is summed is drawn as a sum then.
         """
-        operation = flight.operation
         n_flying = 0
         for index in flight.messages:
-            sender, receiver, _, frame, _ = operation["arrows"][index]
-            source, first, target, target_first, n_cells = operation["moves"][index]
-            values = Memory(self.recording, frame).cells[source][first : first + n_cells]
-            delay = flight.seconds / 6 * ((receiver - sender) % N_RANKS - 1)  # from further away it arrives later
-            leaves = flight.start + (0 if flight.is_followed else delay)
-            arrives = flight.stop if flight.is_followed else leaves + flight.seconds * 2 / 3
-            until = arrives if "reduce" in operation["kind"] else flight.landing
-            for cell, landed in zip(self.cells(source, values, first), self.cells(target, values, target_first)):
-                words = cell.words if flight.is_followed else ""
-                way = landed.x - cell.x, landed.y - cell.y
-                self.picture.fly(cell._replace(words=words), *way, leaves, arrives, until)
+            sender, receiver, _, frame, _ = flight.operation["arrows"][index]
+            source, first, target, target_first, n_cells = flight.operation["moves"][index]
+            leaves = flight.start
+            arrives = flight.stop
+            if not flight.is_followed:
+                seconds = flight.stop - flight.start
+                leaves += seconds / 6 * ((receiver - sender) % N_RANKS - 1)  # from further away it arrives later
+                arrives = leaves + seconds * 2 / 3
+            until = arrives if flight.operation["kind"] == "reduce-scatter" else flight.landing
+            cells = memory_after(self.recording, frame)[source][first : first + n_cells]
+            targets = self.tiles(target, cells, target_first)
+            for tile, landed in zip(self.tiles(source, cells, first), targets):
+                if not flight.is_followed:
+                    tile = tile._replace(words="")
+                self.picture.fly(tile, landed.x - tile.x, landed.y - tile.y, leaves, arrives, until)
                 n_flying += 1
         return n_flying
-
-
-class Flight(NamedTuple):
-    operation: dict
-    messages: range  # indices of the operation's arrows
-    start: float  # this, `stop` and `landing` in seconds of the picture
-    stop: float
-    landing: float  # when all messages of the operation have arrived
-    is_followed: bool  # by the reader's eye: one message alone, with its values
-
-    @property
-    def seconds(self):
-        return self.stop - self.start
-
-
-def span_of(operation):
-    return min(arrow[3] for arrow in operation["arrows"]), max(arrow[4] for arrow in operation["arrows"])
-
-
-def timetable(recording):
-    """Return captions, (second, beat); changes of memory, (second, frame); Flights; and the second of the end.
-
-    One thing moves at a time: operations follow each other, also where they were in flight together.
-    """
-    captions = []
-    changes = [(0.0, 0)]
-    flights = []
-    followed = set()
-    second = 0.0
-    before = 0
-    for beat in filter(lambda beat: beat["caption"], recording["beats"]):
-        captions.append((second, beat))
-        second += WORD_S * len(beat["caption"].split())
-        for operation in sorted(recording["operations"], key=lambda operation: span_of(operation)[1]):
-            if not before < span_of(operation)[1] <= beat["frame"]:
-                continue
-            changes.append((second, span_of(operation)[1] - 1))
-            kind = operation["kind"], operation["whole"]
-            n_followed = int(kind not in followed)
-            followed.add(kind)
-            start = second + FOLLOWED_S * n_followed
-            landing = start + TOGETHER_S
-            if n_followed:
-                flights.append(Flight(operation, range(1), second, start, landing, True))
-            others = range(n_followed, len(operation["arrows"]))
-            flights.append(Flight(operation, others, start, landing, landing, False))
-            second = landing
-        changes.append((second, beat["frame"]))
-        second += REST_S
-        before = beat["frame"]
-    return captions, changes, flights, second
 
 
 def draw_timeline(picture, recording, changes, top):
     """Draw what runs, from left to right, and below it what is in flight: each bucket, or else each kind of message."""
     frames = recording["frames"]
-    operations = recording["operations"]
     left = LEFT + 88
-    lines = {}
     scale = (WIDTH - LEFT - left) / len(frames)
-    backward = [index for index, frame in enumerate(frames) if (frame["step"], frame["phase"]) == (0, "backward")]
-    forward = [index for index, frame in enumerate(frames) if frame["step"] == 1]
-    edges = backward[0], backward[-1] + 1, forward[0], len(frames)
-    for phase, (first, last) in zip(("backward", "step", "forward"), pairwise(edges)):
-        picture.rect(left + first * scale, top, (last - first) * scale - 1, BAR - 2, "line")
-        picture.text(min(left + (first + last) / 2 * scale, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
-    buckets = [operation["params"] for operation in operations if operation["kind"] == "reduce-scatter"]
-    for operation in operations:
-        first, last = span_of(operation)
-        kind = f"bar {operation['what']}"
-        name = f"bucket {1 + buckets.index(operation['params'])}" if len(buckets) > 1 else operation["whole"]
+
+    def draw_bar(start, end, y, kind, *span):
+        picture.rect(left + start * scale, y, (end - start) * scale, BAR - 2, kind, *span)
+
+    backward = [number for number, frame in enumerate(frames) if (frame["step"], frame["phase"]) == (0, "backward")]
+    forward = [number for number, frame in enumerate(frames) if frame["step"] == 1]
+    edges = [backward[0], backward[-1] + 1, forward[0], len(frames)]
+    for phase, (start, end) in zip(("backward", "step", "forward"), pairwise(edges)):
+        picture.rect(left + start * scale, top, (end - start) * scale - 1, BAR - 2, "line")
+        picture.text(min(left + (start + end) / 2 * scale, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
+    buckets = [operation["params"] for operation in recording["operations"] if operation["kind"] == "reduce-scatter"]
+    lines = {}  # name of a bucket, or of a kind of message -> number of its line
+    for operation in recording["operations"]:
+        start, end = operation["start"], operation["end"]
+        name = operation["whole"]
+        if len(buckets) > 1:
+            name = f"bucket {1 + buckets.index(operation['params'])}"
         y = top + BAR * lines.setdefault(name, 1 + len(lines))
         picture.text(LEFT, y + 9, name)
-        picture.rect(left + first * scale, y, (last - first) * scale, BAR - 2, kind)
+        draw_bar(start, end, y, f"bar {operation['what']}")
         for frame, *span in changes:
-            if first <= frame < last:
-                picture.rect(left + first * scale, y, (last - first) * scale, BAR - 2, f"{kind} live", *span)
+            if start <= frame < end:
+                draw_bar(start, end, y, f"bar {operation['what']} live", *span)
     for frame, *span in changes:
         picture.rect(left + frame * scale, top + BAR, 1.5, BAR * len(lines), "ink", *span)
     return top + BAR * (1 + len(lines)) + 2
 
 
-def scene(recording, still, rows):
-    """Return the Picture of a stage."""
-    captions, changes, flights, end = timetable(recording)
-    captions, changes = spans(captions, end), spans(changes, end)
-    picture = Picture(recording["title"], WIDTH, end, captions[still][-1] - 0.1)
+def scene(recording, ddp_bytes, still, rows):
+    """Return the Picture of a stage. ddp_bytes: what DDP sends."""
+    times = timetable(recording)
+    captions = spans(times.captions, times.end)
+    changes = spans(times.changes, times.end)
+    _, _, still_end = captions[still]
+    picture = Picture(recording["title"], WIDTH, times.end, still_end - 0.1)
     for number, (beat, *span) in enumerate(captions, 1):
         for line, words in enumerate(textwrap.wrap(beat["caption"], 56)):
             picture.text(LEFT, 18 + 17 * line, words, "strong", *span)
         progress = f"{number} of {len(captions)}" if number > 1 else "1: the loop starts here"
         picture.text(WIDTH - LEFT, 52, progress, "soft end", *span)
-    panel = Panel(picture, recording, rows, draw_timeline(picture, recording, changes, 58))
+    panel_top = draw_timeline(picture, recording, changes, 58)
+    panel = Panel(picture, recording, rows, panel_top)
     for frame, *span in changes:
         panel.draw(frame, *span)
     n_flown = 0
     sent = [(0.0, 0)]  # (second, bytes of fp32 that a rank has sent, on average)
-    for flight in flights:
+    for flight in times.flights:
         n_flown += panel.fly(flight)
         sent.append((flight.landing, 4 * n_flown // N_RANKS))
-    for n_bytes, *span in spans(sent, end):
-        words = f"each rank has sent {n_bytes} B (DDP: {recording['formula']['ddp_sent']} B in all)"
+    for n_bytes, *span in spans(sent, times.end):
+        words = f"each rank has sent {n_bytes} B (DDP: {ddp_bytes:g} B in all)"
         picture.text(LEFT, 52, words, "soft", *span)
     picture.legend(LEFT, panel.bottom + 8)
     return picture
@@ -213,4 +230,6 @@ def scene(recording, still, rows):
 
 def pictures(recordings):
     """Return {file name: Picture} of all pictures. recordings: by their ids."""
-    return {"watch": hero.picture()} | {f"watch_{id}": scene(recordings[id], *SCENES[id]) for id in SCENES}
+    ddp_bytes = recordings["0"]["sent_bytes"]
+    of_stages = {f"watch_{id}": scene(recordings[id], ddp_bytes, *SCENES[id]) for id in SCENES}
+    return {"watch": hero.picture()} | of_stages

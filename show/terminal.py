@@ -1,82 +1,74 @@
 """A recording in a terminal: frame by frame, what has changed in the memory of each rank."""
 
 import rich.console
-import rich.markup
 import rich.text
 
-from .frames import Memory
+from . import page
+from .frames import memory_after
+from .picture import short_number
+from .record import Program
 
-COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5", "#c3aef2", "#d9c27e", "#f79d65", "#a9b8c6"]  # by owner
-CELL = 6  # columns of an element: a line or a space, and at most five characters
-EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has them
+COLOURS = ["#8ecae6", "#ffc857", "#8fd694", "#f4a3b5"]  # by owner
 EXPLANATION = """\
 Element e, from 1 on, has the gradient 100 r + e on rank r. Colour: the rank that updates it. Grey: nobody reads it \
-again before it is written. │: another parameter, shard or piece begins."""
+again before it is written.
+"""
 
 
-def short(value, room=CELL - 1):
-    """Write a number in at most `room` characters: eighths as such, of others as many digits as fit."""
-    if value is None:
-        return "?"
-    eighths = 8 * (abs(value) % 1)
-    if eighths in range(1, 8) and abs(value) < 1000:
-        sign = "-" if value < 0 else ""
-        return f"{sign}{int(abs(value)) or ''}{EIGHTHS[int(eighths) - 1]}"
-    texts = [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
-    return next((text for text in texts if len(text) <= room), "…")
+def record_and_play(stage):
+    """Record a stage, by its number, or a package, and print the frames in which memory changes or a message leaves."""
+    program = Program(stage.strip("/").replace("/", "."))
+    title = f"{stage}."
+    for shown in page.SHOWN:
+        if shown.id == stage:
+            program = Program(shown.program.package)
+            title = shown.title
+    play(title, page.recorded(program))
 
 
-def draw_row(memory, rank, numbers, width):
-    """Return what one rank holds, as a line of `width` columns, or as many lines as it takes."""
-    line = rich.text.Text(f"  rank {rank} ")
-    indent = " " * len(line)
-    n_a_line = max(1, (width - len(line)) // CELL)
-    n_drawn = 0
-    recording = memory.recording
-    alive = [number for number in numbers if memory.cells.get(number)]
-    for number in alive:
-        starts, before = {0}, None
-        for shard in recording["storages"][number]["shards"]:
-            starts |= {max(starts) + shard * (1 + rank) for rank in range(recording["ranks"])}
-        for cell, (value, kind, element, _) in enumerate(memory.cells[number]):
-            owner, param = -1, None
-            if element is not None:
-                owner, param = recording["owners"][element], memory.params[element]
-            style = f"black on {COLOURS[owner % 8]}" if owner >= 0 and kind != "padding" else ""
-            style = "grey50" if kind in ("garbage", "mixture", "unset") else style
-            if n_drawn and n_drawn % n_a_line == 0:
-                line.append(f"\n{indent}")
-            n_drawn += 1
-            line.append("│" if cell in starts or before is not None and param not in (None, before) else " ")
-            line.append(f"{'·' if kind == 'padding' else short(value):>{CELL - 1}}", style)
-            before = before if param is None else param
-    return line if alive else line.append("released" if memory.cells.keys() & numbers else "–")
-
-
-def play(recording):
-    """Prints the frames in which memory changes or a message leaves, and the last."""
-    console = rich.console.Console(highlight=False)
-    say = console.print
-    escape = rich.markup.escape
-    memory = Memory(recording)
-    frames = recording["frames"]
-    say(f"[bold]{escape(recording['title'])}[/]\n{EXPLANATION}\n")
-    for index, frame in enumerate(frames):
-        changed = memory.take(frame)
-        leaving = [operation for operation in recording["operations"]
-                   if min(arrow[3] for arrow in operation["arrows"]) == index]
-        if not (changed or leaving or index == len(frames) - 1):
+def play(title, recording):
+    console = rich.console.Console(highlight=False, markup=False)
+    console.print(title, style="bold")
+    console.print(EXPLANATION)
+    n_frames = len(recording["frames"])
+    storages = recording["storages"]
+    for number, frame in enumerate(recording["frames"]):
+        changed = {storage for storage, _ in frame["memory"]}
+        leaving = [operation for operation in recording["operations"] if operation["start"] == number]
+        if not changed and not leaving and number < n_frames - 1:
             continue
-        name, file, line, text = memory.place(frame["at"][0][0] if frame["at"] else 0)
-        say(f"[bold]{index + 1}/{len(frames)}[/] {frame['phase'] or 'start'} · {name}, {file}:{line}")
-        say(f"    {escape(text)}")
+        _, stack = frame["at"][0]
+        function, line = stack[-1]
+        name, file, *_ = recording["functions"][function]
+        file_name, source = recording["files"][file]
+        console.print(f"{number + 1}/{n_frames} {frame['phase']} · {name}, {file_name}:{line}", style="bold")
+        console.print(f"    {source.splitlines()[line - 1].strip()}")
         for operation in leaving:
-            arrows = operation["arrows"]
-            sizes = " to ".join(map(str, sorted({arrow[2] for arrow in arrows})))
-            say(f"  ⇒ {operation['kind']} of {operation['what']}: {len(arrows)} messages of {sizes} B")
-        for row, ranks in memory.rows().items():
-            if any(number in changed for numbers in ranks.values() for number in numbers):
-                say(f"  [bold]{escape(row)}[/]")
-                for rank, numbers in sorted(ranks.items()):
-                    say(draw_row(memory, rank, numbers, console.width))
-        say()
+            sizes = sorted({n_bytes for _, _, n_bytes, _, _ in operation["arrows"]})
+            messages = f"{len(operation['arrows'])} messages of {' to '.join(map(str, sizes))} B"
+            console.print(f"  ⇒ {operation['kind']} of {operation['what']}: {messages}")
+        memory = memory_after(recording, number)
+        for row in dict.fromkeys(storages[storage]["row"] for storage in sorted(changed)):
+            console.print(f"  {row}", style="bold")
+            for rank in range(recording["ranks"]):
+                of_rank = [storage for storage in memory
+                           if (storages[storage]["row"], storages[storage]["rank"]) == (row, rank)]
+                of_rank.sort(key=lambda storage: storages[storage]["part"])
+                cells = [cell for storage in of_rank for cell in memory[storage] or []]
+                console.print(line_of(rank, cells, recording["owners"]))
+        console.print()
+
+
+def line_of(rank, cells, owners):
+    """Return the line of what one rank holds in a row."""
+    line = rich.text.Text(f"  rank {rank}")
+    for cell in cells:
+        value = "·" if cell.kind == "padding" else short_number(cell.value, 5)
+        style = ""
+        if cell.kind in ("garbage", "mixture", "unset"):
+            style = "grey50"
+        elif cell.element is not None and owners[cell.element] >= 0:
+            style = f"black on {COLOURS[owners[cell.element]]}"
+        line.append(" ")
+        line.append(f"{value:>5}", style)
+    return line if cells else line.append(" –")

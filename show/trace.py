@@ -1,11 +1,12 @@
-"""Records one rank from outside: the line that it is at, and all memory that the optimizer and the model reach.
+"""Records one rank from outside: the line that the rank is at, and all memory that its optimizer and model reach.
 
 Python's own tracing reports the lines of the watched files, also in hooks that autograd calls. What has changed between
 two lines was written by the first of the two. Memory is found by walking attributes, and the local variables of the
-functions that run. A storage is named after the first attribute that leads to it, or else after the first local
-variable. Storages are told apart by identity: an address is used again after a storage is freed.
+functions that run. A storage is named after the first attribute that leads to the storage, or else after the first
+local variable. Storages are told apart by identity: an address is used again after a storage is freed.
 
-"Core" is the class that is shown, without its guard.
+The core is the optimizer class that is shown: a stage's `optimizer.py`, without the checks of guard/. All values that
+are shown have 32 bits: a cell is 4 bytes.
 """
 
 import ctypes
@@ -18,51 +19,63 @@ from typing import NamedTuple
 import torch
 
 from . import loop
+from .frames import CELL_BYTES
 
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
 # What a line of loop.py contains -> the phase that begins with it.
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
 SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that torch fills
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
 class Place(NamedTuple):
-    """Names a line of a function that runs, or that waits for a function that it has called."""
+    """Names the current line of one function on the call stack."""
     file: str
     line: int
     function: str
+    first_line: int  # of the function
     call: int  # the number of this call, counted over all functions
+
+
+class Span(NamedTuple):
+    """Cells of a storage, from `first` to before `end`."""
+    uid: int  # the number of the storage
+    first: int
+    end: int
+
+
+class NamedValue(NamedTuple):
+    """A value in memory, and the name that it gives a storage. row, part, is_local: see Storage."""
+    value: object
+    row: str = ""
+    part: str = ""
+    is_local: bool = False
 
 
 @dataclass
 class Storage:
-    """Memory that the picture shows. row: the label of its line of cells, such as "gradients". part: its name there."""
+    """Memory that the picture shows. row: the label of a row of cells, such as "gradients". part: the name there."""
     row: str
     part: str
-    is_local: bool = False  # named after a local variable
-    dtype: torch.dtype = None  # of the first floating-point tensor that was seen in this storage
+    is_local: bool  # named after a local variable
     is_model: bool = False  # whether parameters of the model lie in it
-    views: set = field(default_factory=set)  # (first element, shape) of tensors that lie in it
-    elements: dict = field(default_factory=dict)  # index in the storage -> index in the model's parameters, flattened
-
-    def values(self, memory):
-        return torch.frombuffer(bytearray(memory), dtype=self.dtype).tolist()
+    elements: dict = field(default_factory=dict)  # cell -> index in the model's parameters, flattened
 
 
 @dataclass
 class Event:
-    """Holds a line, and what the line did."""
+    """Holds a line of code, and what the line did; or a part of it: a message that leaves or arrives, a return."""
     stack: tuple  # of Places, outermost first
-    is_line: bool = True
+    is_line: bool = True  # False: the rank is still in the line of the event before
     phase: str = ""
     step: int = 0
     is_open: bool = True  # until the line is done
     memory: dict = field(default_factory=dict)  # each storage that is alive after the line -> its bytes
-    cells: dict = field(default_factory=dict)  # the same storages -> their cells, which show/labels.py makes
+    cells: dict = field(default_factory=dict)  # the same storages -> their cells; empty until show/labels.py makes them
     is_change: bool = False  # whether the line has changed `memory`
-    n_accesses: int = 0  # how many accesses the trace has noted after the line
+    n_accesses: int = 0  # how many accesses the trace had noted when the line was done
     starts: list = field(default_factory=list)  # Operations (show/wires.py) that leave
     ends: list = field(default_factory=list)  # keys of Operations that arrive
-    frame: int = 0  # its number in the recording, set by show/frames.py
 
 
 class Trace:
@@ -74,7 +87,7 @@ class Trace:
         self.optimizer = None  # set by the caller, once it is built
         self.events = []
         self.storages = {}
-        self.log = []  # accesses: (storage, first byte, end, "read" or "write")
+        self.log = []  # accesses: (Span, "read" or "write")
         self.memory = {}
         self.uids = {}  # address of a storage -> its number
         self.weak_references = []  # to storages: while they are held, no other storage gets the same address
@@ -94,7 +107,7 @@ class Trace:
 
     def on_call(self, frame, event, argument):
         code = frame.f_code
-        # A lambda or a generator, or what computes a layer of loop.py.
+        # A lambda, a generator, or the forward pass of a layer of loop.py runs as a part of its caller's line.
         is_part_of_a_line = code.co_name.startswith("<") or code is loop.Weigh.forward.__code__
         if code.co_filename not in self.files or is_part_of_a_line:
             return None
@@ -117,8 +130,9 @@ class Trace:
         while frame is not None:
             if frame in self.calls:
                 code = frame.f_code
-                name = getattr(code, "co_qualname", code.co_name)
-                stack.insert(0, (frame, Place(self.files[code.co_filename], frame.f_lineno, name, self.calls[frame])))
+                file = self.files[code.co_filename]
+                place = Place(file, frame.f_lineno, code.co_name, code.co_firstlineno, self.calls[frame])
+                stack.insert(0, (frame, place))
             frame = frame.f_back
         return stack
 
@@ -129,8 +143,7 @@ class Trace:
             self.phase = next((name for code, name in PHASES if code in text), self.phase)
             if is_line and len(stack) == 1 and self.phase == "forward":
                 self.step += 1
-        methods = [place.function.split(".")[-1] for place in stack]
-        phase = next((name for name in methods if name in CORE_METHODS), self.phase)
+        phase = next((place.function for place in stack if place.function in CORE_METHODS), self.phase)
         self.events.append(Event(stack, is_line, phase, max(0, self.step)))
 
     def close(self):
@@ -164,11 +177,11 @@ class Trace:
 
     def record_access(self, tensors, how):
         """Note that tensors are read or written."""
-        self.log += [(*self.span(tensor), how) for tensor in tensors if tensor.layout == torch.strided]
+        self.log += [(self.span(tensor), how) for tensor in tensors]
 
     def span(self, tensor):
-        start = tensor.storage_offset() * tensor.itemsize
-        return self.uid_of(tensor), start, start + tensor.nbytes
+        first = tensor.storage_offset() * tensor.itemsize // CELL_BYTES
+        return Span(self.uid_of(tensor), first, first + tensor.nbytes // CELL_BYTES)
 
     def uid_of(self, tensor):
         storage = tensor.untyped_storage()
@@ -178,70 +191,80 @@ class Trace:
         return self.uids[storage._cdata]
 
     def snapshot(self):
-        """Return the bytes of each storage that is alive: of the model, of the core, and of the inner optimizer."""
+        """Return the bytes of each storage that is alive, and note new storages in `storages`.
+
+        They are those of the model, of the core, and of the inner optimizer.
+        """
         memory = {}
-        first = 0
-        for index, param in enumerate(self.model.parameters()):
-            for tensor, row in ((param, "parameters"), (param.grad, "gradients")):
-                if tensor is not None:
-                    self.see(memory, tensor, row, f"p{index}")
-                    storage = self.storages[self.uid_of(tensor)]
-                    offset = tensor.storage_offset()
-                    storage.is_model |= tensor is param
-                    storage.elements.update((offset + i, first + i) for i in range(tensor.numel()))
-            first += param.numel()
-        seen = set()
-        in_core = [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
-        for frame, _ in in_core:
-            self.walk(memory, frame.f_locals.get("self"), "", seen)
-        self.walk(memory, self.optimizer, "", seen)
-        for index, (param, state) in enumerate(self.updated_params().items()):
-            self.see(memory, param, "main parameters", str(index))
-            self.see(memory, param.grad, "main gradients", str(index))
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() == param.numel() and name != "step":
-                    self.see(memory, value, name, str(index))
-        for frame, place in in_core:
-            arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]  # they are shown as the caller's variables
-            for name, value in frame.f_locals.items():
-                if name not in arguments:
-                    self.walk(memory, value, f"{place.function.split('.')[-1]}: {name}", seen, is_local=True)
+        for named in self.named_tensors():
+            tensor = named.value
+            uid = self.uid_of(tensor)
+            is_new = uid not in self.storages
+            # A storage that was named after a local variable gets the name of an attribute that leads to it now.
+            if is_new or (self.storages[uid].is_local and not named.is_local):
+                self.storages[uid] = Storage(named.row, named.part, named.is_local)
+            # Views of a buffer as bytes (uint8) are left out: another view shows its values.
+            if tensor.is_floating_point() and uid not in memory:
+                whole = tensor.untyped_storage()
+                memory[uid] = ctypes.string_at(whole.data_ptr(), whole.nbytes())
+        self.note_elements()
         return memory
 
-    def see(self, memory, tensor, row, part="", is_local=False):
-        """Put the bytes of a tensor's storage into `memory`, and name the storage if it is new."""
-        if tensor is None or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
-            return
-        uid = self.uid_of(tensor)
-        whole = tensor.untyped_storage()
-        storage = self.storages.setdefault(uid, Storage(row, part, is_local))
-        if storage.is_local and not is_local:  # an attribute has the local variable's value now
-            storage.row = row
-            storage.part = part
-            storage.is_local = False
-        if tensor.is_floating_point():  # of a buffer that is seen as bytes, other views have the values
-            storage.dtype = storage.dtype or tensor.dtype
-            storage.views.add((tensor.storage_offset(), tuple(tensor.shape)))
-            memory[uid] = memory.get(uid) or ctypes.string_at(whole.data_ptr(), whole.nbytes())
+    def note_elements(self):
+        """Note in which cells the model's parameters and their gradients lie."""
+        n_before = 0
+        for param in self.model.parameters():
+            self.storages[self.uid_of(param)].is_model = True
+            for tensor in (param, param.grad):
+                if tensor is not None:
+                    uid, first, end = self.span(tensor)
+                    self.storages[uid].elements |= {cell: n_before + cell - first for cell in range(first, end)}
+            n_before += param.numel()
 
-    def walk(self, memory, root, root_name, seen, is_local=False):
-        """See every tensor that attributes, lists and dicts of the core lead to from `root`."""
-        todo = deque([(root, root_name, "")])
-        while todo:
-            value, name, part = todo.popleft()
-            if isinstance(value, torch.Tensor):
-                self.see(memory, value, name, part, is_local)
-            elif id(value) in seen:
-                continue
-            elif isinstance(value, (list, tuple, deque, dict)):
-                seen.add(id(value))
-                values = value.values() if isinstance(value, dict) else value
-                todo.extend((item, name, f"{index}") for index, item in enumerate(values))
-            elif self.is_of_the_core(value):
-                seen.add(id(value))
-                title, part = self.title_of(value)
-                todo.extend((attribute, f"{title}{name}", part) for name, attribute in vars(value).items()
-                            if name not in SKIPPED)
+    def named_tensors(self):
+        """Return a NamedValue for each tensor that attributes, lists and dicts of the core lead to."""
+        tensors = []
+        seen = set()
+        for root in self.roots():
+            todo = deque([root])
+            while todo:
+                named = todo.popleft()
+                if isinstance(named.value, torch.Tensor):
+                    tensors.append(named)
+                elif id(named.value) not in seen:
+                    seen.add(id(named.value))
+                    todo.extend(self.inside(named))
+        return tensors
+
+    def roots(self):
+        """Return the values at which the walk begins, in the order in which they name storages."""
+        roots = []
+        for index, param in enumerate(self.model.parameters()):
+            roots.append(NamedValue(param, "parameters", f"p{index}"))
+            roots.append(NamedValue(param.grad, "gradients", f"p{index}"))
+        in_core = [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
+        roots += [NamedValue(frame.f_locals.get("self")) for frame, _ in in_core]
+        roots.append(NamedValue(self.optimizer))
+        for index, state in enumerate(self.states().values()):
+            roots += [NamedValue(state.get(name), name, str(index)) for name in MOMENTS]
+        for frame, place in in_core:
+            arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]  # they are shown as the caller's variables
+            roots += [NamedValue(value, f"{place.function}: {name}", is_local=True)
+                      for name, value in frame.f_locals.items() if name not in arguments]
+        return roots
+
+    def inside(self, named):
+        """Return a NamedValue for each value in a list, a dict or an object of the core."""
+        value = named.value
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, (list, tuple, deque)):
+            return [named._replace(value=item, part=str(index)) for index, item in enumerate(value)]
+        if not self.is_of_the_core(value):
+            return []
+        title, part = self.title_of(value)
+        return [named._replace(value=attribute, row=f"{title}{name}", part=part)
+                for name, attribute in vars(value).items() if name not in SKIPPED]
 
     def is_of_the_core(self, value):
         file = getattr(sys.modules[type(value).__module__], "__file__", None)
@@ -256,10 +279,9 @@ class Trace:
         _, number = of_class.setdefault(id(instance), (instance, len(of_class)))
         return f"{name}.", str(number)
 
-    def updated_params(self):
-        """Return {parameter: state} of what this rank updates, with its inner optimizer if it has one."""
+    def states(self):
+        """Return {parameter: state} of what this rank updates, by the inner optimizer."""
         if self.optimizer is None:
             return {}
-        inside = [value for value in vars(self.optimizer).values() if isinstance(value, torch.optim.Optimizer)]
-        inner = inside[0] if inside else self.optimizer
+        inner = self.optimizer.optimizer
         return {param: inner.state.get(param, {}) for group in inner.param_groups for param in group["params"]}

@@ -1,146 +1,128 @@
-"""Notes what is sent, by torch's dispatcher, and delivers each message where it is waited for, whenever it really came.
+"""Stands in for torch's collectives: notes what is sent, and delivers each message where it is waited for.
 
-A message that a rank doesn't wait for may arrive at any line. Here what is sent is copied as it leaves, what is
-received arrives in a copy, and `wait` puts it in place: two recordings are equal, and whoever reads too early reads
-what was there before. An all-reduce is noted as its two halves: they arrive one after the other at the line that waits.
-All reads and writes are noted too, to tell what nobody reads again.
+A message that a rank doesn't wait for may arrive at any line. Here ranks exchange copies as a message leaves, and
+`wait` puts the received values in place: two recordings are equal, and whoever reads too early reads what was there
+before. An all-reduce is noted as its two halves: they arrive one after the other at the line that waits. All reads and
+writes are noted too, by torch's dispatcher, to tell what nobody reads again.
 """
 
-from collections import Counter
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from harness.measuring import ledger
-
+COLLECTIVES = ("broadcast", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+# Operators that don't read what they write; others, such as add_, read it first.
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
 
 class Operation(NamedTuple):
     """One call of one rank. Ranks' calls of the same `key` belong together."""
-    key: tuple
-    kind: str  # "reduce-scatter" and so on; between two ranks "send" or "recv"
+    key: int
+    kind: str  # "reduce-scatter" and so on
     whole: str  # "all-reduce" where it is a half of one, otherwise the kind again
-    arrows: tuple  # (from rank, to rank, bytes): what this rank sends, directly to each rank that reads it
-    reads: tuple = ()  # (storage, first byte, end) of what is sent; later in cells
-    writes: tuple = ()  # the same of where it arrives
-    what: str = ""  # this and `elements`: what is sent, known when cells are labelled
-    elements: frozenset = frozenset()
+    root: int | None  # the rank that sends, if only one rank does
+    reads: tuple  # the Span (show/trace.py) of what is sent
+    writes: tuple  # the Span where it arrives
+
+
+class Work:
+    """Delivers a message when somebody first waits for it."""
+
+    def __init__(self, deliver):
+        self.deliver = deliver
+        self.is_done = False
+
+    def wait(self):
+        if not self.is_done:
+            self.is_done = True
+            self.deliver()
 
 
 class Wires(TorchDispatchMode):
-    """While it is entered, `recorder` hears of every message that leaves or arrives, and of every access."""
+    """While it is entered, `recorder` hears of every access. In `collectives` it hears of every message, too."""
 
     def __init__(self, recorder):
         super().__init__()
-        self.recorder, self.counts = recorder, Counter()
-        self.works = []  # kept: without its Python half a Work waits for ever
-        self.divisor = 1  # of what a reduce-scatter sums
-
-    def averaging(self):
-        """NCCL averages on the way; what carries messages here, gloo, can only sum."""
-        native = dist.reduce_scatter_tensor
-
-        def averaged(output, full, op=dist.ReduceOp.SUM, group=None, **options):
-            divisor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
-            with mock.patch.object(self, "divisor", divisor):
-                return native(output, full, group=group, **options)
-
-        return mock.patch.object(dist, "reduce_scatter_tensor", averaged)
+        self.recorder = recorder
+        self.n_operations = 0  # the n-th is the same on all ranks
+        self.is_listening = True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, schema = kwargs or {}, function._schema
-        arguments = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-        kind, *used = ledger.OPERATORS.get(schema.name.removeprefix("c10d::"), ("",))
-        if any(used):
-            return self.communicate(function, args, kwargs, kind, *used, arguments)
-        written = []
-        for argument in schema.arguments:
-            alias = argument.alias_info
-            tensors = tensors_of(arguments.get(argument.name))
-            written += tensors if alias and alias.is_write else []
-            if not alias or alias.is_write and argument.name != "out" and schema.name not in WRITES_ONLY:
-                self.recorder.record_access(tensors, "read")
-        self.recorder.record_access(written, "write")
+        kwargs = kwargs or {}
+        if self.is_listening:
+            self.note_accesses(function._schema, args, kwargs)
         return function(*args, **kwargs)
 
-    def communicate(self, function, args, kwargs, kind, read, written, arguments):
-        group = dist.ProcessGroup.unbox(arguments["process_group"])
-        sources, targets = tensors_of(arguments.get(read)), tensors_of(arguments.get(written))
-        copies = {}  # tensor -> its copy; one that is read and written has one
-        args = tree_map_only(torch.Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), args)
-        for source in sources if self.divisor > 1 else ():
-            copies[id(source)] /= self.divisor
-        received = [copies.get(id(target)) for target in targets]
-        messages = [(kind, sources, targets, received)]
-        if kind == "all_reduce":  # it is its two halves
-            own, own_received = [[part_of(tensor, group) for tensor in tensors] for tensors in (targets, received)]
-            messages = [("reduce_scatter", sources, own, own_received), ("all_gather", own, targets, received)]
-        whole = kind.replace("_", "-")
-        operations = [self.operation(half, whole, arguments, group, *tensors) for half, *tensors, _ in messages]
-        self.recorder.record_launch(operations[0])
-        result = function(*args, **kwargs)
-        is_pair = isinstance(result, (tuple, list))
+    def note_accesses(self, schema, args, kwargs):
+        names = [argument.name for argument in schema.arguments]
+        values = dict(zip(names, args)) | kwargs
+        written = []
+        for argument in schema.arguments:
+            tensors = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, torch.Tensor)]
+            alias = argument.alias_info  # of an argument that is written, or of which the result is a view
+            if alias is None:
+                self.recorder.record_access(tensors, "read")
+            elif alias.is_write:
+                written += tensors
+                if argument.name != "out" and schema.name not in WRITES_ONLY:
+                    self.recorder.record_access(tensors, "read")
+        self.recorder.record_access(written, "write")
+
+    def collectives(self):
+        """Return a context in which torch.distributed has the four methods below in place of its functions."""
+        return mock.patch.multiple(dist, **{name: getattr(self, name) for name in COLLECTIVES})
+
+    def broadcast(self, tensor, src=None, group=None, group_src=None):
+        root = group_src if src is None else src
+        self.send("broadcast", tensor, tensor, self.gathered(tensor)[root], root=root)
+
+    def all_reduce(self, tensor, group=None):
+        total = sum(self.gathered(tensor))
+        own = shard_of(tensor)
+        self.send("reduce-scatter", tensor, own, shard_of(total), whole="all-reduce")
+        self.send("all-gather", own, tensor, total, whole="all-reduce")
+
+    def reduce_scatter_tensor(self, output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        total = sum(self.gathered(input))
+        if op == dist.ReduceOp.AVG:
+            total /= dist.get_world_size()
+        return self.send("reduce-scatter", input, output, shard_of(total), async_op=async_op)
+
+    def all_gather_into_tensor(self, output, input, group=None, async_op=False):
+        return self.send("all-gather", input, output, torch.cat(self.gathered(input)), async_op=async_op)
+
+    def gathered(self, tensor):
+        """Return a copy of this tensor of each rank."""
+        self.is_listening = False  # what is sent counts as read when it arrives
+        copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, tensor.detach())
+        self.is_listening = True
+        return copies
+
+    def send(self, kind, source, target, received, whole="", root=None, async_op=False):
+        """Send a message, and return its Work. whole: the collective, if the message is a half of one."""
+        self.n_operations += 1
+        reads = self.recorder.span(source)
+        writes = self.recorder.span(target)
+        operation = Operation(self.n_operations, kind, whole or kind, root, reads, writes)
+        self.recorder.record_launch(operation)
 
         def deliver():
-            for operation, (_, read, written, values) in zip(operations, messages):
-                if operation is not operations[0]:
-                    self.recorder.record_launch(operation)
-                self.recorder.record_arrival(operation.key)
-                self.recorder.record_access(read, "read")
-                self.recorder.record_access(written, "write")
-                for target, value in zip(written, values):
-                    target.copy_(value)
+            self.recorder.record_arrival(operation.key)
+            self.recorder.record_access([source], "read")
+            self.recorder.record_access([target], "write")
+            target.copy_(received)
 
-        self.works.append(Delayed(dist.Work.unbox(result[-1] if is_pair else result), deliver))
-        boxed = self.works[-1].boxed()
-        return [arguments[written], boxed] if is_pair else boxed
-
-    def operation(self, kind, whole, arguments, group, sources, targets):
-        rank = group.rank()
-        root = arguments.get("root_rank", rank)
-        receivers = {"reduce": [root], "gather": [root], "send": [arguments.get("dst")], "recv": []}
-        everyone = range(group.size()) if rank == root else []
-        arrows = []
-        for other in receivers.get(kind, everyone):
-            if kind in ("reduce_scatter", "all_to_all", "scatter"):
-                n_bytes = sum(part_of(source, group, other).nbytes for source in sources)
-            else:
-                n_bytes = sum(source.nbytes for source in sources)
-            if other != rank:
-                arrows.append((rank, other, n_bytes))
-        # The n-th collective of a group is the same on all of its ranks; and so is the n-th message between two.
-        key = ("collective", group.group_name)
-        if kind in ("send", "recv"):
-            key = ("message", arguments.get("src", rank), arguments.get("dst", rank), arguments["tag"])
-        self.counts[key] += 1
-        reads, writes = (tuple(map(self.recorder.span, tensors)) for tensors in (sources, targets))
-        return Operation((*key, self.counts[key]), kind.replace("_", "-"), whole, tuple(arrows), reads, writes)
+        work = Work(deliver)
+        if not async_op:
+            work.wait()
+        return work
 
 
-def part_of(tensor, group, rank=None):
-    """Return the 1/d of a contiguous tensor that a rank, by default this one, gets of a reduce-scatter."""
-    rank = group.rank() if rank is None else rank
-    start, stop = (index * tensor.numel() // group.size() for index in (rank, rank + 1))
-    return tensor.view(-1)[start:stop]
-
-
-class Delayed(dist.Work):
-    """A Work that puts in place what has arrived when it is waited for."""
-
-    def __init__(self, work, deliver):
-        super().__init__()
-        self.todo = [work.wait, deliver]
-
-    def wait(self, timeout=None):
-        while self.todo:
-            self.todo.pop(0)()
-        return True
-
-
-def tensors_of(value):
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def shard_of(tensor):
+    """Return the 1/d of a tensor that this rank gets of a reduce-scatter."""
+    return tensor.view(-1).tensor_split(dist.get_world_size())[dist.get_rank()]

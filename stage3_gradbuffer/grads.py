@@ -7,7 +7,7 @@ that comes too late to be averaged is an error. Shown by tests/stages/test_stage
 
 import torch
 
-from guard.dropping import lost
+from guard.dropping import gradient_lost
 from guard.groups import InnerTensors, name_of
 from guard.hooks import hook_gradient
 from guard.refuse import data_replaced
@@ -33,7 +33,9 @@ class GuardedBuffer(GradBuffer):
         self.in_main_grad = grad_dtype != params[0].dtype
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.received, self.lost, self.given = set(), set(), [None] * len(params)
+        self.received = set()
+        self.lost = set()
+        self.given = [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
         # They show whether a program has replaced `param.data`. share_memory() moves a parameter and its view.
@@ -41,21 +43,28 @@ class GuardedBuffer(GradBuffer):
         self.versions = [param._version for param in params]
 
     def attach(self, param, grad):
-        if self.in_main_grad or param.requires_grad and param.grad is None:  # an existing gradient counts, as in torch
+        takes_grad = param.requires_grad and param.grad is None  # an existing gradient counts, as in torch
+        if takes_grad or self.in_main_grad:
             super().attach(param, grad.detach())  # another view: a user may call its detach_(), or set its data
 
     def give(self, index):
         """Set `param.grad` to a view of the buffer, or to None: for a frozen or moved parameter, or with main_grad."""
-        param, grad = self.params[index], None
+        param = self.params[index]
+        grad = None
         if param.requires_grad and not self.in_main_grad and is_same(param, self.param_views[index]):
             grad = self.grads[index].detach()
-        param.grad = self.given[index] = grad
+        param.grad = grad
+        self.given[index] = grad
 
     def changed_grads(self):
         """Return indices of parameters whose `param.grad` isn't the view that `give` has set, or must be None."""
-        return [index for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads))
-                if param.grad is not given or given is None or given.requires_grad or not param.requires_grad
-                or given.data_ptr() != view.data_ptr()]
+        changed = []
+        for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads)):
+            if given is None or param.grad is not given:
+                changed.append(index)
+            elif given.requires_grad or not param.requires_grad or given.data_ptr() != view.data_ptr():
+                changed.append(index)
+        return changed
 
     def _is_moved(self, param):
         return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
@@ -135,7 +144,7 @@ class GuardedBuffer(GradBuffer):
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
         for index in self.lost:
-            raise lost(name_of(self.params[index], groups))
+            raise gradient_lost(name_of(self.params[index], groups))
         for param, grad in zip(self.params, self.grads):
             if self._is_moved(param):
                 raise data_replaced(name_of(param, groups))

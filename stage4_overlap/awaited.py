@@ -82,9 +82,11 @@ def wait_for_own(module, _):
     if torch._C._functorch.maybe_current_level() is not None:
         for bucket in list(BUCKETS):
             bucket.finish_param_sync()
-    reads_others = (isinstance(module, torch.nn.MultiheadAttention)
-                    or isinstance(module, torch.nn.TransformerEncoder) and not module.layers[0].training)
-    for param in module.parameters() if reads_others else own_params(module):
+    reads_others = isinstance(module, torch.nn.MultiheadAttention)
+    if isinstance(module, torch.nn.TransformerEncoder):
+        reads_others = not module.layers[0].training
+    params = module.parameters() if reads_others else own_params(module)
+    for param in params:
         if isinstance(param, Awaited):
             type(param).bucket.finish_param_sync()
 

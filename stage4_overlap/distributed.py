@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from guard.groups import InnerTensors, all_params, error_if_settings_differ, settings_of
-from guard.guarded import Guarded, named
+from guard.guarded import Guarded, profiler_range
 from guard.hooks import hook_gradient
 from guard.probe import check_elementwise
 from guard.states import update_main_param
@@ -103,12 +103,13 @@ class GuardedBucket(Bucket):
             kind.bucket = self
         for param in self.params:
             param.__class__ = self.kinds[type(param)]
-        with named(f"{self.name}: all-gather"):
+        with profiler_range(f"{self.name}: all-gather"):
             super().start_param_sync()
 
     def finish_param_sync(self):
         was_in_flight = self.param_sync is not None
-        with torch._C.DisableTorchFunctionSubclass(), named(f"{self.name}: wait"):  # else it would wait for itself
+        # With torch functions of subclasses, reading a parameter here would wait for this method.
+        with torch._C.DisableTorchFunctionSubclass(), profiler_range(f"{self.name}: wait"):
             super().finish_param_sync()
         if was_in_flight:
             for param in self.params:
@@ -162,7 +163,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                  bucket_cap_mb: float | None = None, reduce_dtype: torch.dtype | None = None,
                  find_unused_parameters: bool = False, **optimizer_kwargs: Any) -> None:
         core_arguments = {"bucket_cap_mb": bucket_cap_mb, "reduce_dtype": reduce_dtype}
-        self.bucket_cap_mb, self.reduce_dtype = bucket_cap_mb, reduce_dtype
+        self.bucket_cap_mb = bucket_cap_mb
+        self.reduce_dtype = reduce_dtype
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         self.bucket_class = guarded(self.bucket_class)
@@ -256,8 +258,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.send_full_buckets()
 
     def send_grads(self, bucket):
-        rounds, used = self._rounds, [id(param) for param in bucket.params if param.grad is not None]
-        with named(f"{bucket.name}: reduce-scatter"):
+        rounds = self._rounds
+        used = [id(param) for param in bucket.params if param.grad is not None]
+        with profiler_range(f"{bucket.name}: reduce-scatter"):
             super().send_grads(bucket)
         rounds.used.update(used)
         rounds.waiting.difference_update(used)
@@ -302,19 +305,23 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
         rounds.settings = settings_of(self.param_groups, arguments)
-        used, wrong, n_rounds = agree_on_rounds(rounds, params, faults, self._agreement_group)
-        while rounds.n < n_rounds:  # send gradients that no_sync() has kept here, or zeros if it has elsewhere
+        agreement = agree_on_rounds(rounds, params, faults, self._agreement_group)
+        while rounds.n < agreement.n_rounds:  # send gradients that no_sync() has kept here, or zeros if elsewhere
             self._finish_round()
-        unused = {param for param, is_used in zip(params, used) if not is_used and id(param) not in rounds.with_zeros}
+        unused = set()
+        for param, is_used in zip(params, agreement.used):
+            if not is_used and id(param) not in rounds.with_zeros:
+                unused.add(param)
         # A parameter that no rank has used isn't updated, because its main parameter has no gradient.
         for param in rounds.unused | unused:
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
                 bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
-        rounds.unused, rounds.is_synced = unused, True
+        rounds.unused = unused
+        rounds.is_synced = True
         if self.find_unused_parameters:
             rounds.with_grad.update(id(param) for param in params if param not in unused)
-        return wrong
+        return agreement.wrong
 
     def _take_model_changes(self):
         for bucket in self.buckets:
@@ -350,7 +357,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         Waits for gradients in flight, of which every rank has sent its part. In the next step the ranks compare how
         many rounds were dropped.
         """
-        rounds, ids = self._rounds, set(map(id, params))
+        rounds = self._rounds
+        ids = set(map(id, params))
         rounds.zero(ids, set_to_none)
         others_have_grads = any(param.grad is not None for param in all_params(self) if id(param) not in ids)
         if others_have_grads or rounds.used - ids:
@@ -391,7 +399,11 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     @property
     def bucket_buffer_bytes(self):
         """Return the bytes of the buffers in which gradients are sent and received."""
-        return sum(flat.nbytes for buffer in [*self.idle, *self.travelling] for flat in {buffer.sent, buffer.received})
+        n_bytes = 0
+        for buffer in [*self.idle, *self.travelling]:
+            flats = {buffer.sent, buffer.received}  # a set, because a buffer may receive where it has sent
+            n_bytes += sum(flat.nbytes for flat in flats)
+        return n_bytes
 
     def move_to(self, process_group):
         """Give up this rank's shards, and take the shards of its new rank in `process_group`, without state."""

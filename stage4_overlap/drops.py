@@ -8,12 +8,20 @@ import itertools
 import sys
 import warnings
 import weakref
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 # Process group -> counter. Each optimizer tags its messages with a number of its own: so large that no user has it.
 TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-UNDER_WAY: list = []  # (works, sent, received) of gradients that were in flight when their optimizer was dropped
+UNDER_WAY: list = []  # Messages that were in flight when their optimizer was dropped
+
+
+class Message(NamedTuple):
+    """Keeps the tensors of gradients in flight alive."""
+    works: list
+    sent: Any
+    received: Any
 
 
 def next_tag(process_group):
@@ -23,7 +31,7 @@ def next_tag(process_group):
 
 def forget_arrived():
     """Drop the messages of UNDER_WAY that have arrived."""
-    UNDER_WAY[:] = [message for message in UNDER_WAY if not all(work.is_completed() for work in message[0])]
+    UNDER_WAY[:] = [message for message in UNDER_WAY if not all(work.is_completed() for work in message.works)]
 
 
 def keep_under_way(travelling, buckets):
@@ -33,7 +41,7 @@ def keep_under_way(travelling, buckets):
     """
     if sys.is_finalizing():
         return
-    UNDER_WAY.extend((buffer.works, buffer.sent, buffer.received) for buffer in travelling)
+    UNDER_WAY.extend(Message(buffer.works, buffer.sent, buffer.received) for buffer in travelling)
     try:
         for bucket in buckets:
             bucket.finish_param_sync()

@@ -1,5 +1,6 @@
 """Tracks which gradients each backward pass has sent, and lets the ranks agree on that with one all-reduce per step.
 
+A round is a backward pass that sends gradients.
 The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
 and on whether something is wrong with a gradient. The host knows all this without its GPU, and sends it in a process
 group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rounds.py,
@@ -8,18 +9,19 @@ group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rou
 
 import collections
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from guard.dropping import lost
+from guard.dropping import gradient_lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
 # Faults of a gradient; 0 is none. The ranks agree on the largest number.
 MISSING = 1
 LATE = 2  # a program has assigned it after the gradient of the backward pass had been sent
-LOST = 3  # model.zero_grad() should have dropped it alone, and it was sent together with others
+LOST = 3  # model.zero_grad() of a part of the model was to drop it, but its bucket had been sent with other gradients
 MOVED = 4  # its parameter no longer has the memory that this optimizer updates
 MOST_NAMES = 9  # the most names of parameters in an error
 
@@ -28,7 +30,7 @@ N_MADE: collections.Counter = collections.Counter()  # name of a group -> how ma
 
 
 class Rounds:
-    """Counts the rounds since the last step. A wrapper that copies an optimizer's attributes shares this one object.
+    """Counts the rounds since the last step. An optimizer and a wrapper that copies its attributes share this object.
 
     Sets have ids of parameters, because a tensor's own hash is slow.
 
@@ -47,21 +49,26 @@ class Rounds:
         with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
             are updated even if no rank uses them, as in torch.
         settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`.
-        settings_differ: whether the ranks have different settings, if only by rounding.
-        is_synced: whether the ranks have agreed on this round's facts, and every gradient was sent.
+        settings_differ: whether the settings differ between ranks, however little.
+        is_synced: whether the ranks have agreed, and every gradient was sent.
         backward_pass: function () -> the current BackwardPass or None; a weak reference.
         is_accumulating: whether we are inside no_sync.
     """
 
     def __init__(self):
-        self.is_accumulating, self.unused = False, set()
-        self.with_grad, self.with_zeros = set(), set()
+        self.is_accumulating = False
+        self.unused = set()
+        self.with_grad = set()
+        self.with_zeros = set()
         self.start()
 
     def start(self):
         """Count anew, after a step. Only `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
-        self.n, self.is_open, self.went_backward = 0, False, False
-        self.settings, self.settings_differ = {}, False
+        self.n = 0
+        self.is_open = False
+        self.went_backward = False
+        self.settings = {}
+        self.settings_differ = False
         self.backward_pass = lambda: None
         self.drop()
 
@@ -75,8 +82,11 @@ class Rounds:
 
     def drop(self):
         """Forget all gradients. The rounds that have sent them still count, and the ranks compare their number."""
-        self.n_dropped, self.is_synced = self.n, False
-        self.used, self.waiting, self.lost = set(), set(), set()
+        self.n_dropped = self.n
+        self.is_synced = False
+        self.used = set()
+        self.waiting = set()
+        self.lost = set()
 
 
 class BackwardPass:
@@ -87,7 +97,8 @@ class BackwardPass:
     """
 
     def __init__(self, at_end):
-        self.at_end, self.handle = at_end, None
+        self.at_end = at_end
+        self.handle = None
         self._queue()
 
     def _queue(self, *_):
@@ -100,7 +111,7 @@ class BackwardPass:
         node = torch._C._current_autograd_node()  # the node of an outer pass that ran this pass
         if node is None:
             self.at_end()
-        else:
+        else:  # not the outermost pass: queue again when the node of the outer pass has run
             self.handle = node.register_hook(self._queue)
 
 
@@ -111,7 +122,8 @@ def what_is_wrong(rounds, params, buckets):
     for bucket in buckets:
         assigned.difference_update(map(id, bucket.ready))  # autograd has made the gradients of ready parameters
         moved += bucket.moved_params()
-    late = assigned if rounds.is_synced else assigned & rounds.used
+    late = assigned if rounds.is_synced else assigned & rounds.used  # when all are synced, every gradient was sent
+    # If a parameter has several faults, the last dict here wins.
     return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
@@ -124,19 +136,25 @@ def host_group(process_group, device):
     """
     group = process_group or dist.group.WORLD
     if group not in HOST_GROUPS:
-        N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
-        name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        HOST_GROUPS[group] = None if "cpu" in backends_of(group) else dist.ProcessGroupGloo(
-            store, dist.get_rank(group), group.size(), group._get_backend(device).options._timeout)
+        HOST_GROUPS[group] = None
+        if "cpu" not in backends_of(group):
+            N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
+            name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
+            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            timeout = group._get_backend(device).options._timeout
+            HOST_GROUPS[group] = dist.ProcessGroupGloo(store, dist.get_rank(group), group.size(), timeout)
     return HOST_GROUPS[group]
 
 
-def agree_on_rounds(rounds, params, faults, process_group):
-    """Return (used, wrong, n_rounds), the same on every rank. Collective.
+class Agreement(NamedTuple):
+    """What all ranks know after they have agreed. Lists are in the order of the parameters."""
+    used: list  # whether any rank has used the parameter: 1 or 0
+    wrong: list  # its worst fault on any rank, or 0
+    n_rounds: int  # the largest number of rounds
 
-    used, wrong: lists in the order of `params`: whether any rank has used the parameter, and its worst fault or 0.
-    n_rounds: the largest number of rounds.
+
+def agree_on_rounds(rounds, params, faults, process_group):
+    """Return the Agreement of all ranks, and note in `rounds` what else they agree on. Collective.
 
     The step calls this function, not the end of a backward pass: until the step another pass may follow, a program may
     assign gradients, and a scheduler may set the lr.
@@ -151,11 +169,12 @@ def agree_on_rounds(rounds, params, faults, process_group):
         if has_grad:
             n_rounds = rounds.n + 1  # no_sync() has kept this gradient: one more round will send it
         is_used = has_grad or id(param) in rounds.used
+        is_missing = param.requires_grad and not is_used
         used.append(is_used)
-        wrong.append(faults.get(id(param)) or (MISSING if param.requires_grad and not is_used else 0))
+        wrong.append(faults.get(id(param), MISSING if is_missing else 0))
     checksum = checksum_of(rounds.settings)  # all ranks have the same if the largest equals the smallest
-    report = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
-    report = torch.tensor(report, dtype=torch.int32, device="cpu")
+    facts = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
+    report = torch.tensor(facts, dtype=torch.int32, device="cpu")
     hosts = host_group(process_group, params[0].device)
     if hosts is None:
         dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
@@ -163,21 +182,22 @@ def agree_on_rounds(rounds, params, faults, process_group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         hosts.allreduce([report], options).wait()
-    *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
+    *used_and_wrong, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     rounds.settings_differ = largest != -minus_smallest
-    return of_params[: len(params)], of_params[len(params) :], n_rounds
+    return Agreement(used_and_wrong[: len(params)], used_and_wrong[len(params) :], n_rounds)
 
 
 def error_of(wrong, groups, find_unused_parameters):
     """Return an exception for the worst fault in `wrong`, or None."""
     worst = max(wrong)
-    if worst == 0 or worst == MISSING and find_unused_parameters:
+    least_error = LATE if find_unused_parameters else MISSING
+    if worst < least_error:
         return None
     names = [name for (name, _), fault in zip(named_params(groups), wrong) if fault == worst]
     if worst == MOVED:
         return data_replaced(names[0])
     if worst == LOST:
-        return lost(names[0])
+        return gradient_lost(names[0])
     if worst == LATE:
         return RuntimeError(f"the gradient of parameter {names[0]} was assigned after that of backward() had left: too "
                             "late, go backward in no_sync(), and take DDP off the model")

@@ -119,6 +119,7 @@ def on_ranks(*world_sizes, **situations):
 
 
 def play_situations(rank, module, name, kwargs):
+    """Run the body of the test `name` of `module` in each of its situations."""
     test = getattr(importlib.import_module(module), name)
     for values in itertools.product(*test.situations.values()):
         played = dict(zip(test.situations, values))
@@ -157,11 +158,11 @@ def meet_anew(rank):
     # A group has threads until its last reference is gone. A bare core has a reference, and is in a cycle that the
     # garbage collector doesn't see: a parameter has a hook of the core, which has the parameter. Caches of torch keep
     # meshes.
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Parameter):
-            (found._post_accumulate_grad_hooks or {}).clear()
-        elif type(found) is DeviceMesh:
-            found._pg_registry.clear()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Parameter):
+            (thing._post_accumulate_grad_hooks or {}).clear()
+        elif type(thing) is DeviceMesh:
+            thing._pg_registry.clear()
     mesh_of.cache_clear()
     torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes equal those that are made next
     drops.UNDER_WAY.clear()  # messages of stage 4's optimizers that a test has dropped

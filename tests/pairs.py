@@ -1,8 +1,9 @@
-"""Trains a model on all ranks, and beside them on one process that has all data: most tests of the stages do so."""
+"""Trains a model on all ranks, and beside them a copy in one process that has all data: most stage tests do so."""
 
 import torch
 from torch import nn
 
+from harness import STAGE_4, STAGES
 from tests.common import Net, batch, loss_of, optimizer_of, trainable
 
 # torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently. So a parameter
@@ -12,9 +13,11 @@ UNFUSED = {"foreach": False}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, **UNFUSED}
 SGD = {"lr": 0.1, "momentum": 0.9}
 SMALL = {"bucket_cap_mb": 1e-6}  # for stage 4: each parameter is a bucket
+PREFETCH = [*((stage, False) for stage in STAGES), (STAGE_4, True)]  # a stage, and whether it prefetches parameters
 
 
 def parameter_of(value, rank, n=5):
+    """Return a parameter of n elements, each of which is `value`."""
     return torch.nn.Parameter(torch.full((n,), float(value), device=rank.device))
 
 
@@ -24,7 +27,7 @@ def sgd_of(stage, params, **kwargs):
 
 
 class WhenAsked:
-    """Looks like a Work, but calls `start`, which returns Works, only when somebody waits."""
+    """Has the methods of a Work, but calls `start`, which returns Works, only when somebody waits."""
 
     def __init__(self, start):
         self.start = start
@@ -39,40 +42,41 @@ class WhenAsked:
 
 
 def deliver_when_asked(optimizer):
-    """Let parameters of stage 4 arrive only when a program waits for them: read earlier, they are the old ones."""
+    """Let parameters of stage 4 arrive only when a program waits for them. Without a wait a program reads old values.
+    """
     transport = optimizer.buckets[0].transport  # all buckets share it
     all_gather = transport.all_gather
     transport.all_gather = lambda shards: [WhenAsked(lambda: all_gather(shards))]
 
 
-def add(total, grad, dtype=None):
-    """Return total + grad, where None counts as 0. dtype: of `grad` before it is added; None: its own."""
-    if grad is None:
-        return total
-    if dtype is not None:
-        grad = grad.to(dtype)
-    return grad if total is None else total + grad
+def add(total, grad):
+    """Return total + grad, where None counts as 0."""
+    if total is None:
+        return grad
+    return total if grad is None else total + grad
 
 
 class Replicated:
     """Trains in one process, from rank 0's weights, with the batches of all ranks: the reference for the stages.
 
     A 16-bit parameter has a main parameter in fp32: the optimizer updates that, and the model gets it rounded.
-    `net`: seed -> the model. `groups`: model -> what an optimizer takes. `grad_dtype`: in which a rank adds up its
-    micro-batches' gradients. `sum_dtype`: in which the ranks' gradients are averaged.
+    Gradients of several ranks are added in fp32 at least. `net`: seed -> the model. `groups`: model -> what an
+    optimizer takes.
     """
 
-    def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, grad_dtype=None,
-                 sum_dtype=None, **kwargs):
-        self.world_size, self.device = rank.world_size, rank.device
-        self.grad_dtype, self.sum_dtype = grad_dtype, sum_dtype
+    def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, **kwargs):
+        self.world_size = rank.world_size
+        self.device = rank.device
         self.model = net(seed=0).to(rank.device)
         self.main = {param: param.detach().float() for param in trainable(self.model) if param.itemsize < 4}
-        groups = list(groups(self.model))
-        if self.main:
-            groups = [item if isinstance(item, dict) else {"params": [item]} for item in groups]
-            groups = [{**group, "params": [self.main.get(p, p) for p in group["params"]]} for group in groups]
-        self.optimizer = optimizer_cls(groups, **kwargs)
+        self.optimizer = optimizer_cls(self.with_main_params(list(groups(self.model))), **kwargs)
+
+    def with_main_params(self, groups):
+        """Return `groups` with main parameters in place of 16-bit parameters."""
+        if not self.main:
+            return groups
+        groups = [group if isinstance(group, dict) else {"params": [group]} for group in groups]
+        return [{**group, "params": [self.main.get(param, param) for param in group["params"]]} for group in groups]
 
     def backward(self, *steps, loss_of=loss_of):
         """Add the gradients of `steps`, averaged over the ranks in their order, to .grad; return the mean loss."""
@@ -83,17 +87,20 @@ class Replicated:
             sums = [None] * len(params)
             for step in steps:
                 loss = loss_of(self.model, *batch(step, rank, device=self.device))
-                grads = torch.autograd.grad(loss, params, allow_unused=True)
-                sums = [add(old, new, self.grad_dtype) for old, new in zip(sums, grads)]
+                sums = list(map(add, sums, torch.autograd.grad(loss, params, allow_unused=True)))
                 mean_loss += loss.detach() / self.world_size
-            shares = [None if grad is None else grad.to(self.sum_dtype or grad.dtype) / self.world_size
-                      for grad in sums]
-            means = [add(old, new) for old, new in zip(means, shares)]
-        for param, grad in zip(params, means):
-            if grad is not None:
+            means = [add(mean, self.share_of(grad)) for mean, grad in zip(means, sums)]
+        for param, mean in zip(params, means):
+            if mean is not None:
                 main = self.main.get(param, param)
-                main.grad = add(main.grad, grad, main.dtype)
+                main.grad = add(main.grad, mean)
         return mean_loss
+
+    def share_of(self, grad):
+        """Return what a rank's gradient adds to the mean, or None."""
+        if grad is None:
+            return None
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.world_size
 
     def step(self, *steps):
         """Train on `steps`; return their loss. Without steps the optimizer takes .grad as it is."""
@@ -139,20 +146,25 @@ class Pair:
     """Holds a model that all ranks train with the optimizer of `stage`, and a copy that each process trains alone.
 
     A method calls both optimizers. `kwargs`: arguments of both, ADAMW without any. `own`: arguments of the stage's
-    optimizer alone. `rounds`: arguments of Replicated alone. `seeds`: arguments of `net` on this rank. `of`: stage ->
-    class of the optimizer.
+    optimizer alone. `seeds`: arguments of `net` on this rank. `of`: stage -> class of the optimizer.
     """
 
     def __init__(self, rank, stage, optimizer_cls=torch.optim.AdamW, groups=trainable, seeds=None, net=Net, own=None,
-                 rounds=None, prefetch=False, of=optimizer_of, **kwargs):
+                 prefetch=False, of=optimizer_of, **kwargs):
         self.rank = rank
+        self.prefetches = prefetch
         kwargs = kwargs or ADAMW
-        self.model = net(*seeds or [rank.number]).to(rank.device)  # the constructor below broadcasts rank 0's
-        self.replicated = Replicated(rank, optimizer_cls, groups, net, **rounds or {}, **kwargs)
-        self.optimizer = of(stage)(groups(self.model), optimizer_cls, **own or {}, **kwargs)
-        if prefetch:
-            self.optimizer.prefetch_params(self.model)
+        self.make = lambda groups: of(stage)(groups, optimizer_cls, **own or {}, **kwargs)
+        self.model = net(*seeds or [rank.number]).to(rank.device)  # `build` broadcasts rank 0's
+        self.replicated = Replicated(rank, optimizer_cls, groups, net, **kwargs)
         self.models = self.model, self.replicated.model
+        self.build(groups(self.model))
+
+    def build(self, groups):
+        """Make an optimizer of the stage, with the same arguments whenever this is called."""
+        self.optimizer = self.make(groups)
+        if self.prefetches:
+            self.optimizer.prefetch_params(self.model)
 
     @property
     def optimizers(self):

@@ -1,14 +1,13 @@
-"""Prints, for each variant, counted bytes sent and held by one rank of eight in one process, and measured times.
+"""Prints, for each variant, bytes that one rank of eight sends and holds, counted in one process, and measured times.
 
     python -m variants [--page]
 
---page puts the tables into README.md, where there is a comment for each.
+With --page the tables go into README.md, where a comment names each.
 """
 
 import functools
-import math
-from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 from harness import STAGE_3, STAGE_4
@@ -35,9 +34,15 @@ from variants.muon import UNEVEN, owners
 from variants.muon_rows import MUON
 
 PAGE = Path(__file__).with_name("README.md")
-# A row of the table: other systems' names for the idea, and when to take it. harness/training/rows.py has its base.
-TableRow = namedtuple("TableRow", "elsewhere when")
-ROWS = {  # by the bench's names
+
+
+class TableRow(NamedTuple):
+    """What the table of all variants says of a row in words."""
+    elsewhere: str  # other systems' names for the idea
+    when: str  # to take it
+
+
+ROWS = {  # by the names of harness/training/rows.py
     GRAD_BUFFER: TableRow("", "the base of the next row"),
     "variants per_parameter": TableRow("modded-nanogpt, nanochat", "few, large parameters"),
     OVERLAP: TableRow("", "the base of all that follow"),
@@ -58,10 +63,13 @@ MUONS = {DDP_AND_MUON: "replicated, DDP", "variants muon": "muon"}
 GPTS = {"GPT-2, 124M": (12, 768), "GPT-2, 1.5B": (48, 1600), "GPT, 7B": (32, 4096)}  # layers, width
 
 
-# Bytes per parameter that a rank sends per step and holds after a step, without bucket buffers. `_theory`: by formula.
-Counted = namedtuple("Counted", "sent messages held sent_theory held_theory")
-# Newton–Schulz products of the busiest rank / mean of all ranks. muon: as variants/muon.py deals; least: lower bound.
-Balance = namedtuple("Balance", "model d muon least")
+class Counted(NamedTuple):
+    """A rank's counts of a step; bytes are per parameter. A `_theory` is what the formula gives."""
+    sent: float
+    messages: int
+    held: float  # after the step, without bucket buffers
+    sent_theory: float
+    held_theory: float
 
 
 @functools.cache
@@ -69,25 +77,29 @@ def counted(name, d):
     """Count a row's step on rank 0 of d. Returns Counted."""
     configuration = catalogue.find(name)
     exchanged = mock.patch.dict(UNEVEN, {Transport: GlooTransport})  # the fake group can only gather equal parts
-    # Without the rounds of Newton–Schulz, which take minutes where a CPU has no bf16: the counts don't depend on them.
+    # The counts don't depend on the rounds of Newton–Schulz, which take minutes where a CPU has no bf16.
     no_rounds = mock.patch.dict(MUON, ns_steps=0)
     with rank_0_of(d), exchanged, no_rounds, Memory("cpu") as memory:
-        net = GPT(MODELS["tiny"]).to(getattr(torch, configuration.dtype))
-        training = configuration.build(net, adamw(Settings(model="tiny")))
+        model = GPT(MODELS["tiny"]).to(getattr(torch, configuration.dtype))
+        training = configuration.build(model, adamw(Settings(model="tiny")))
         for _ in range(2):
             with Ledger() as ledger:
                 training.step(torch.zeros(2, 1, 8, dtype=torch.int64))
                 training.finish()
+        held_bytes = memory.settle()
+        numel = sum(param.numel() for param in model.parameters())
         optimizers = getattr(training.optimizer, "optimizers", [training.optimizer])  # of Chained
-        numel = sum(param.numel() for param in net.parameters())
-        buffers = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in optimizers) / numel
-        return Counted(ledger.wire_bytes / numel, len(ledger.entries), memory.settle() / numel - buffers,
-                       configuration.wire_bytes(numel, d) / numel,
-                       configuration.bytes_per_param(numel, d, training.optimizer) - buffers)
+        buffer_bytes = sum(getattr(optimizer, "bucket_buffer_bytes", 0) for optimizer in optimizers)
+        return Counted(
+            sent=ledger.wire_bytes / numel,
+            messages=len(ledger.entries),
+            held=(held_bytes - buffer_bytes) / numel,
+            sent_theory=configuration.wire_bytes(numel, d) / numel,
+            held_theory=configuration.bytes_per_param(numel, d, training.optimizer) - buffer_bytes / numel)
 
 
 def times(kind, rate, key="time"):
-    """Return {name of a row: its time on two hosts with a link of this rate}, from a table of results/."""
+    """Return {name of a row: time on two hosts with a link of this rate}, from a file of results/."""
     return load(f"network_{kind}_{rate}.json").sheets["times"].numbers(key)
 
 
@@ -113,26 +125,35 @@ def table():
         "when": name_column(lambda name: ROWS[name].when, "take it when")})
 
 
-def balance(model, layers, width, d):
+class Balance(NamedTuple):
+    """Newton–Schulz products of the busiest rank, over the mean of all ranks."""
+    model: str
+    d: int
+    muon: float  # as variants/muon.py deals the matrices
+    least: float  # a lower bound: some rank has the largest matrix
+
+
+def balance(model, d):
     """Return the Balance of a GPT's matrices."""
+    layers, width = GPTS[model]
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    work = {shape: math.prod(shape) * min(shape) for shape in shapes}
-    mean = layers * sum(work.values()) / d
-    work_of_rank = [0] * d
     matrices = [torch.empty(shape, device="meta") for _ in range(layers) for shape in shapes]
+    products = {matrix: matrix.numel() * min(matrix.shape) for matrix in matrices}
+    mean = sum(products.values()) / d
+    of_ranks = [0] * d
     for matrix, owner in owners([{"params": matrices}], d).items():
-        work_of_rank[owner] += work[tuple(matrix.shape)]
-    return Balance(model, d, max(work_of_rank) / mean, max(1, max(work.values()) / mean))
+        of_ranks[owner] += products[matrix]
+    return Balance(model, d, max(of_ranks) / mean, max(1, max(products.values()) / mean))
 
 
 def balance_table():
-    return sheet_of("", [balance(model, *size, d) for model, size in GPTS.items() for d in (2, 8, 64)], {
+    return sheet_of("", [balance(model, d) for model in GPTS for d in (2, 8, 64)], {
         "model": name_column("model", "model"), "d": column("d", "d", "counted"),
         "muon": column("muon", "muon", "counted", ".2f"), "at least": column("at least", "least", "counted", ".2f")})
 
 
 def muon_table():
-    """Make the table of Muon's rows. DDP's reducer doesn't run in the fake group, so its formula stands for a count."""
+    """Make the table of Muon's rows. DDP doesn't run in the fake group: its row has the formula in place of a count."""
     def sent(d):
         return lambda name: 8 * (d - 1) / d if name == DDP_AND_MUON else counted(name, d).sent
 

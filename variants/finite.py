@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import stage4_overlap
 from guard.groups import name_of
-from guard.scaling import gather
+from guard.scaling import tensors_of_ranks
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
@@ -43,9 +43,12 @@ class ShardedOptimizer(OverlapOptimizer):
         group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
         params = list(self.is_finite)  # the same on each rank, and in the same order
         ranks = dist.get_process_group_ranks(group)
-        flags = gather(torch.stack([*self.is_finite.values()]).to(torch.uint8), group)
+        own_flags = torch.stack([*self.is_finite.values()]).to(torch.uint8)
         self.is_finite = {}
-        if bad := [f"{name_of(params[i], self.param_groups)} on rank {ranks[r]}" for r, i in (flags == 0).nonzero()]:
+        flags_of_ranks = tensors_of_ranks(own_flags, group)
+        bad_places = (flags_of_ranks == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
+        if bad_places:
+            bad = [f"{name_of(params[place], self.param_groups)} on rank {ranks[rank]}" for rank, place in bad_places]
             self.zero_grad()
             raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
 

@@ -34,13 +34,17 @@ def owners(groups, world_size):
 
     def dealt(params):
         """Return (work of the busiest rank, {parameter: rank})."""
-        totals, owner_of = [0] * world_size, {}
+        totals = [0] * world_size
+        owner_of = {}
         for param in params:
-            owner_of[param] = totals.index(min(totals))
-            totals[owner_of[param]] += cost_of[param]
+            owner = totals.index(min(totals))
+            owner_of[param] = owner
+            totals[owner] += cost_of[param]
         return max(totals), owner_of
-    # If both orders are equally even, min() takes the first, which is the order of the model.
-    return min(dealt(cost_of), dealt(sorted(cost_of, key=cost_of.get, reverse=True)), key=lambda result: result[0])[1]
+
+    most, owner_of = dealt(cost_of)
+    most_if_sorted, owner_if_sorted = dealt(sorted(cost_of, key=cost_of.get, reverse=True))
+    return owner_if_sorted if most_if_sorted < most else owner_of
 
 
 class UnevenTransport(Transport):
@@ -68,7 +72,8 @@ class WholeBucket(Bucket):
     def place(self, alignment):
         """Choose where each parameter lies: the shards follow one another, each with the parameters of its owner."""
         owner_of_each = [self.transport.owner_of[param] for param in self.params]
-        self.lengths, offsets = [0] * self.transport.world_size, []  # offsets: in the shard of the owner
+        self.lengths = [0] * self.transport.world_size
+        offsets = []  # of each parameter, in the shard of its owner
         for tensor, owner in zip(self.tensors, owner_of_each):
             offsets.append(self.lengths[owner])
             self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
@@ -93,16 +98,17 @@ class WholeBuffer(BucketBuffer):
         """Make room for this rank's part of a bucket, once for each rank: together more than the bucket, maybe."""
         super().__init__(buckets, transport)
         if transport.needs_receive_buffer:
-            d, rank = transport.world_size, transport.rank
-            sizes = [d * bucket.lengths[rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
+            d = transport.world_size
+            sizes = [d * bucket.lengths[transport.rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
             self.received = self.sent.new_zeros(max(sizes))
             for bucket, n_bytes in zip(buckets, sizes):
-                received = self.received[:n_bytes].view(self.wire_dtype(bucket)).view(d, -1)
-                self.places[bucket] = *self.places[bucket][:2], received  # the views of what is sent stay
+                slots, sent, _ = self.places[bucket]
+                self.places[bucket] = slots, sent, self.received[:n_bytes].view(self.wire_dtype(bucket)).view(d, -1)
 
 
 class ShardedOptimizer(BucketByBucket):
-    bucket_class, bucket_buffer_class = WholeBucket, WholeBuffer
+    bucket_class = WholeBucket
+    bucket_buffer_class = WholeBuffer
 
     def transport_for(self, process_group, *args):
         """Return the transport, with an owner for each parameter. Choose the size of buckets too, unless it is given.
@@ -120,9 +126,12 @@ class ShardedOptimizer(BucketByBucket):
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's DistributedOptimizer, for any optimizer that steps tensors one by one."""
 
-    _probe, _steps_whole_params = tried_tensor_by_tensor(check_one_by_one, are_views=True), True
+    _probe = tried_tensor_by_tensor(check_one_by_one, are_views=True)
+    _steps_whole_params = True
 
     def _refuse(self, named):
-        for name in [name for name, param in named if hasattr(param, "placements")]:
-            raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part; this steps whole matrices")
+        for name, param in named:
+            if hasattr(param, "placements"):
+                raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part; this steps whole "
+                                 "matrices")
         return super()._refuse(named)

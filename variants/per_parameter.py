@@ -13,18 +13,21 @@ import torch
 
 import stage3_gradbuffer
 from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
+from stage3_gradbuffer.optimizer import hyperparameters
 
 
 class ShardedOptimizer(GradBufferOptimizer):
     @torch.no_grad()
     def shard(self, groups):
-        """Give each parameter a buffer. The core returns a group for each buffer; join these groups to one."""
+        """Give each parameter a buffer: for the core it is a group of its own. Return one group for each of `groups`.
+        """
         own_groups = []
         for group in groups:
-            first, *rest = [super(ShardedOptimizer, self).shard([{**group, "params": params}])[0]
-                            for params in [[param] for param in group["params"]] or [[]]]
-            first["params"] += [main_param for part in rest for main_param in part["params"]]
-            own_groups.append(first)
+            own_params = []
+            for param in group["params"]:
+                (own_group,) = super().shard([{**group, "params": [param]}])
+                own_params += own_group["params"]
+            own_groups.append({**hyperparameters(group), "params": own_params})
         return own_groups
 
 

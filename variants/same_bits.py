@@ -14,9 +14,9 @@ leaf and bucket.
 Memory: stage 4's 4 + 12/d between steps. During a step with n = leaves / d micro-batches per rank, up to log2(n)
 partial sums of 4Ψ bytes wait, beside the gradients that are being computed: none with one micro-batch.
 Costs: one addition of whole gradients per micro-batch, and gradients are sent in the last backward pass of a step.
-Limits: bits may differ on another kind of processor, with other kernels or another torch, with other shapes under
-torch.compile, or with another number of threads. Random numbers must depend on the step and the leaf alone: see
-docs/same_bits.md.
+Limits: experts (`average_over`), DTensors, closures and `reshard` are refused. Bits may differ on another kind of
+processor, with other kernels or another torch, with other shapes under torch.compile, or with another number of
+threads. Random numbers must depend on the step and the leaf alone: see docs/same_bits.md.
 
     optimizer = DistributedOptimizer(model.parameters(), torch.optim.AdamW, leaves=8, lr=1e-3)
     for leaf in optimizer.own_leaves():          # of this rank
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import stage4_overlap
-from guard.refuse import agree
+from guard.scaling import tensors_of_ranks
 from stage4_overlap.buffer import Bucket, BucketBuffer, cut_ranges, padded_numel, param_starts, ranges_in_shard
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 from stage4_overlap.transport import transport_for
@@ -52,7 +52,7 @@ class TreeBucket(Bucket):
     """
 
     def __init__(self, params, transport):
-        self.n_leaves, self.partial_sums = 0, []
+        self.drop_sums()
         super().__init__(params, transport)
 
     def place(self, alignment):
@@ -67,17 +67,18 @@ class TreeBucket(Bucket):
         return ranges_in_shard([tensor.numel() for tensor in self.tensors], self.starts, part * numel,
                                (part + 1) * numel)
 
-    def grad_pieces(self, leaves):
-        """Return a list of averaged gradients for each of this rank's `leaves`, cut as for one rank per leaf."""
-        parts = self.gradient.shard.view(len(leaves), -1)
-        return [cut_ranges(part, self.ranges_in(leaf, self.transport.n_leaves)) for leaf, part in zip(leaves, parts)]
+    def grads_of_leaf_shards(self, leaves):
+        """Cut the averaged gradients into a shard per leaf. Return those of this rank's `leaves`: for each leaf a list.
+        """
+        shards = self.gradient.shard.view(len(leaves), -1)
+        return [cut_ranges(shard, self.ranges_in(leaf, self.transport.n_leaves)) for leaf, shard in zip(leaves, shards)]
 
     def add_leaf(self):
         """Take the gradients out of the parameters, and add them to the subtrees that this leaf completes."""
         total = [grad.to(self.gradient.shard.dtype) for grad in self.grads()]
         self.n_leaves += 1
         n_subtrees = self.n_leaves
-        while n_subtrees % 2 == 0:
+        while n_subtrees % 2 == 0:  # as a binary number is counted up: two sums of one size become one sum
             total = list(torch._foreach_add(self.partial_sums.pop(), total))
             n_subtrees //= 2
         self.partial_sums.append(total)
@@ -92,7 +93,8 @@ class TreeBucket(Bucket):
         return total
 
     def drop_sums(self):
-        self.n_leaves, self.partial_sums = 0, []
+        self.n_leaves = 0
+        self.partial_sums = []
 
 
 class TreeBuffer(BucketBuffer):
@@ -128,18 +130,19 @@ class SumsLeaves:
 
     def mean_over_leaves(self, losses):
         """Return the mean loss of all leaves, for a log. `losses`: scalar tensors of this rank's leaves. Collective."""
-        own = torch.stack([loss.detach() for loss in losses])
-        gathered = own.new_empty(self.leaves)
-        dist.all_gather_into_tensor(gathered, own, group=self.process_group)
-        return add_in_pairs(list(gathered)) / self.leaves
+        own_losses = torch.stack([loss.detach() for loss in losses])
+        all_losses = tensors_of_ranks(own_losses, self.process_group).flatten()
+        return add_in_pairs(list(all_losses)) / self.leaves
 
 
 class TreeOfLeaves(OverlapOptimizer):
     bucket_class, bucket_buffer_class = TreeBucket, TreeBuffer
 
     def transport_for(self, process_group, device, _):
+        """Return a transport that divides by the number of leaves, and has this number as `n_leaves`, too."""
         transport = transport_for(process_group, device, torch.float32)  # on NCCL, too, the ranks exchange their sums
-        transport.n_leaves = transport.divisor = self.leaves
+        transport.n_leaves = self.leaves
+        transport.divisor = self.leaves
         return transport
 
     def send_grads(self, bucket):
@@ -162,8 +165,9 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
     """Stage 4's DistributedOptimizer, which adds gradients in a fixed order.
 
     Raises:
-        ValueError: `leaves` is no power of two, or no multiple of the number of ranks; a parameter is a DTensor; or
-            `step` gets a closure, whose losses it would average in another order.
+        ValueError: `leaves` is no power of two, or no multiple of the number of ranks; `average_over` is given; a
+            parameter is a DTensor; `step` gets a closure, whose losses it would average in another order; or
+            `reshard` is called.
         RuntimeError: a rank has run more or fewer backward passes than it has leaves. Raised on every rank by `step`
             and `clip_grad_norm_`, which drop the gradients.
     """
@@ -172,23 +176,19 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return super()._prepare(*args, leaves=self.leaves, **settings)
 
     def _refuse(self, named):
-        if error := self._misfit(self.process_group):
-            raise error
-        for name in [name for name, param in named if hasattr(param, "placements")]:
-            raise ValueError(f"parameter {name} is a DTensor, and the order of its sums would depend on the mesh")
-        return super()._refuse(named)
-
-    def _misfit(self, process_group):
-        """Return a ValueError if `process_group` has this rank and can't share the leaves, else None."""
-        world_size = max(1, dist.get_world_size(process_group))
+        world_size = dist.get_world_size(self.process_group)
         is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0
         if not is_power_of_two or self.leaves % world_size:
-            return ValueError(f"leaves is {self.leaves}: it must be a power of two, a multiple of {world_size} ranks")
+            raise ValueError(f"leaves is {self.leaves}: it must be a power of two, a multiple of {world_size} ranks")
+        if self.average_over is not None:
+            raise ValueError("variants/same_bits.py takes no average_over: it divides by the number of leaves")
+        for name, param in named:
+            if hasattr(param, "placements"):
+                raise ValueError(f"parameter {name} is a DTensor, and the order of its sums would depend on the mesh")
+        return super()._refuse(named)
 
     def move_to(self, process_group):
-        """Move as stage 4 does. Raises ValueError on every rank, before anything changes, if the leaves don't fit."""
-        agree(self._misfit(process_group), {}, None, self.buckets[0].flat_params.device)
-        super().move_to(process_group)
+        raise ValueError("reshard() moves no optimizer of variants/same_bits.py: save, and load on the other ranks")
 
     def step(self, closure=None, *, grad_scaler=None):
         if closure is not None:
@@ -198,15 +198,15 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
     def set_requires_gradient_sync(self, requires_gradient_sync):
         """Do nothing, also for `no_sync`: gradients are sent once per step anyway, and each micro-batch is a leaf."""
 
-    @property
-    def _n_averaged(self):
-        """Return the number of leaves: so many gradients are added, and `average_over` divides the sum of them."""
-        return self.leaves
-
     def _before_average(self, arguments):
         """Agree as stage 4 does, and also on the number of backward passes that each rank has run."""
-        rounds, n_own = self._rounds, len(self.own_leaves())
-        n_passes = n_own if rounds.is_synced else rounds.n - rounds.n_dropped + int(rounds.is_open)
+        rounds = self._rounds
+        n_own = len(self.own_leaves())
+        n_passes = n_own  # if the ranks have agreed before: in `clip_grad_norm_`, say
+        if not rounds.is_synced:
+            n_passes = rounds.n - rounds.n_dropped
+            if rounds.is_open:  # a pass has failed
+                n_passes += 1
         was_new = super()._before_average({**arguments, "backward passes since the last step": n_passes})
         if n_passes != n_own:
             self.zero_grad()
@@ -215,13 +215,15 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         return was_new
 
     def _total_norm(self, norm_type):
-        """Return the norm of norms: of each leaf's part of each bucket, in an order that doesn't depend on d."""
+        """Return the norm of norms: of each leaf's shard of each bucket, in an order that doesn't depend on d."""
         if not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
-        own, nothing = self.own_leaves(), self.buckets[0].gradient.shard.new_zeros(1)
-        pieces = [pieces or [nothing] for bucket in self.buckets for pieces in bucket.grad_pieces(own)]
-        norms = torch.stack([torch.nn.utils.get_total_norm(grads, norm_type) for grads in pieces])
-        gathered = norms.new_empty(self.world_size * len(norms))  # rank, bucket, leaf
-        dist.all_gather_into_tensor(gathered, norms, group=self.process_group)
-        in_order = gathered.view(self.world_size, -1, len(own)).transpose(0, 1)  # bucket, rank, leaf
-        return torch.linalg.vector_norm(in_order.reshape(-1), float(norm_type))
+        no_grads = [self.buckets[0].gradient.shard.new_zeros(1)]
+        norms = []
+        for bucket in self.buckets:
+            for grads in bucket.grads_of_leaf_shards(self.own_leaves()):
+                norms.append(torch.nn.utils.get_total_norm(grads or no_grads, norm_type))
+        norms_of_ranks = tensors_of_ranks(torch.stack(norms), self.process_group)  # (rank, bucket and leaf)
+        by_rank = norms_of_ranks.view(self.world_size, len(self.buckets), -1)
+        by_bucket = by_rank.transpose(0, 1).flatten()  # bucket, rank, leaf
+        return torch.linalg.vector_norm(by_bucket, float(norm_type))

@@ -1,4 +1,4 @@
-"""Measures one row, on every rank: whether it is right, what it sends and holds, and how long its step takes.
+"""Measures one row, on every rank: is the row right, what does a rank send and hold, how long is a step, what is in it?
 
 A row names a way to train (`rows.Configuration`). every_row.py puts the measurements of all rows together.
 """
@@ -13,15 +13,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.measuring.ledger import Ledger
+from harness.measuring.ledger import COLLECTIVE_NAMESPACES, Ledger
 from harness.measuring.memory import Memory
+from harness.publishing.pictures import Message, RecordedStep, length, most_alive, overlap, union
 from harness.publishing.tables import Made, made_here
 from harness.ranks.exchange import in_place_of_gloos
 from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
-WARMUP_STEPS = 2  # DDP rebuilds its buckets in the second; everything is allocated after it
-CHECKED_STEPS = 3  # step 2 first has exchanged parameters and moments that aren't zero; step 3 runs under the Ledger
+WARMUP_STEPS = 2  # DDP rebuilds buckets in step 2; after step 2 everything is allocated
+CHECKED_STEPS = 3  # step 2 is the first to use gathered parameters and nonzero moments; step 3 is for the Ledger
 
 
 class Settings(NamedTuple):
@@ -43,19 +44,20 @@ class Conditions(NamedTuple):
 
 
 def adamw(settings):
-    """Return AdamW's arguments, the same in every row, with fused kernels. `tolerance` says why eps isn't 1e-8."""
+    """Return the arguments of AdamW, the same in every row. `tolerance` says why eps isn't 1e-8."""
     return dict(lr=MODELS[settings.model].lr, weight_decay=0.1, eps=1e-6, fused=True)
 
 
 def make_model(settings, rank, dtype, starts_apart=False):
-    """Make a model with the same weights on every rank, or with other weights on each (`starts_apart`)."""
-    torch.manual_seed(settings.seed + rank.number if starts_apart else settings.seed)
+    """Make a model. Every rank has the same weights; with `starts_apart` each rank has other weights."""
+    seed = settings.seed + rank.number if starts_apart else settings.seed
+    torch.manual_seed(seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
 
 
 @functools.lru_cache(maxsize=1)
 def make_batches(settings, rank):
-    """Make as many batches as any measurement takes, in advance, so that no timed step makes one."""
+    """Make all batches that a measurement takes, in advance, so that no timed step makes a batch."""
     train, _ = corpus.split(corpus.load_bytes())
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
@@ -75,64 +77,58 @@ def describe(rank, settings):
 
 
 def default_model(rank):
-    """Return the name of a model whose step takes long enough on this rank's device to be compared."""
+    """Return the name of a model that is large enough for this rank's device: short steps are hard to compare."""
     return "medium" if rank.device.type == "cuda" else "tiny"
 
 
-# ---------------------------------------------------------------- Whether a row is right, what it sends, what it holds
+# -------------------------------------------------------------- Is a row right, and what does a rank send and hold?
 
 
 def tolerance(world_size):
     """Return the largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS fp32 steps.
 
-    On one or two ranks every order of summation gives the same bits. On more, sums differ in the last bits. AdamW
-    divides a gradient by its own size, so pure rounding noise becomes a step of up to lr. (The bias of attention's
-    keys has such a gradient: softmax cancels it.) With eps = 1e-6 noise stays a ten-thousandth of lr: 2e-7 was measured
-    on 3 and 4 ranks, and 4e-6 with eps = 1e-8. A wrong stage shows differences like lr: 1e-4 to 1e-3.
+    On one or two ranks every order of summation gives the same bits. On more ranks, sums differ in the last bits. AdamW
+    divides a gradient by the gradient's size, so pure rounding noise becomes a step of up to lr. (The gradient of
+    attention's key bias is such noise, because softmax cancels that bias.) With eps = 1e-6, noise moves a parameter by
+    a ten-thousandth of lr: 2e-7 was measured on 3 and 4 ranks, and 4e-6 with eps = 1e-8. A wrong row moves a
+    parameter by lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
 
 
 @functools.lru_cache(maxsize=2)
 def reference_params(settings, rank, build, dtype):
-    """Return rank 0's parameters before and after CHECKED_STEPS plain steps of the reference, on every rank."""
-    model = make_model(settings, rank, dtype)
-    before = [param.detach().clone() for param in model.parameters()]  # the same on every rank, which has one seed
-    training = build(model, adamw(settings))
+    """Train the reference for CHECKED_STEPS steps. Returns rank 0's parameters, on every rank."""
+    training = build(make_model(settings, rank, dtype), adamw(settings))
     for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
-    after = training.full_params()
-    for param in after:
+    params = training.full_params()
+    for param in params:
         dist.broadcast(param, src=0)
-    return before, after
+    return params
 
 
 class Examined(NamedTuple):
-    """One rank's figures of a row after CHECKED_STEPS steps. Bytes are those of this rank.
-
-    `difference`: the largest difference between a parameter of any rank and the reference's. `movement`: the largest
-    difference between a parameter and its value before training. `memory_bytes`: by phase, see `count_memory`.
-    """
-    difference: float
-    movement: float
+    """One rank's figures of a row. A `_theory` is what the formula gives."""
+    difference: float  # the largest |own - reference| of any parameter, over all ranks
     collectives: dict  # {kind: how many}
     wire_bytes: int
     wire_bytes_theory: int
-    memory_bytes: dict
-    bytes_per_param: float
+    memory_bytes: dict  # by phase: see `count_memory`
+    bytes_per_param: float  # held after a step
     bytes_per_param_theory: float
 
 
 @in_place_of_gloos()
 def examine(rank, settings, row_id):
-    """Train three steps, 1 and 2 under the memory counter, 3 under the ledger. Returns Examined."""
-    # Two runs must agree to the bit; CUDA's faster sums have an order that varies.
+    """Train three steps: Memory counts in steps 1 and 2, the Ledger in step 3. Returns Examined."""
+    # This run must agree with the reference's to the bit, and CUDA's faster sums add in an order that varies.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
-    before, reference = reference_params(settings, rank, configuration.reference, configuration.dtype)
+    expected = reference_params(settings, rank, configuration.reference, configuration.dtype)
     gc.collect()
-    training, memory_bytes, held = count_memory(rank, settings, configuration, batches[:2])
+    training, memory_bytes, held_bytes = count_memory(rank, settings, configuration, batches[:2])
     with Ledger() as ledger:
         training.step(batches[2])
         training.finish()
@@ -140,19 +136,23 @@ def examine(rank, settings, row_id):
     torch.use_deterministic_algorithms(False)
     numel = sum(param.numel() for param in training.model.parameters())
     return Examined(
-        largest_difference(params, reference), largest_difference(params, before), ledger.collectives,
-        ledger.wire_bytes, round(configuration.wire_bytes(numel, rank.world_size)), memory_bytes, held / numel,
-        configuration.bytes_per_param(numel, rank.world_size, training.optimizer))
+        difference=largest_difference(params, expected),
+        collectives=ledger.collectives,
+        wire_bytes=ledger.wire_bytes,
+        wire_bytes_theory=round(configuration.wire_bytes(numel, rank.world_size)),
+        memory_bytes=memory_bytes,
+        bytes_per_param=held_bytes / numel,
+        bytes_per_param_theory=configuration.bytes_per_param(numel, rank.world_size, training.optimizer))
 
 
 def count_memory(rank, settings, configuration, batches):
     """Build a row and train two steps. Returns (Training, {phase: bytes in memory}, bytes after the second step).
 
-    | phase | bytes |
-    | model, optimizer | after the model, and the optimizer, was built |
-    | backward, step | after each, in step 1, which makes the state |
-    | peak | the most at any moment of the build and of both steps |
-    | reserved | on a GPU: what torch's allocator has taken, for tensors and in reserve |
+    The phases are:
+        model, optimizer: after the model was built; after the optimizer was built
+        backward, step: after the backward pass of step 1; after step 1, which makes the optimizer's state
+        peak: the most at any moment of the build and of both steps
+        reserved: on a GPU, what torch's allocator has taken, for tensors and in reserve
     """
     with Memory(rank.device) as memory:
         model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
@@ -164,18 +164,19 @@ def count_memory(rank, settings, configuration, batches):
             after_backward = memory.settle()
             training.update()
             training.finish()
-            held = memory.settle()
+            held_bytes = memory.settle()
             if number == 1:
-                memory_bytes |= {"backward": after_backward, "step": held}
+                memory_bytes["backward"] = after_backward
+                memory_bytes["step"] = held_bytes
             training.zero_grad()
         memory_bytes["peak"] = memory.peak
         if rank.device.type == "cuda":
             memory_bytes["reserved"] = memory.reserved
-    return training, memory_bytes, held
+    return training, memory_bytes, held_bytes
 
 
 def largest_difference(tensors, expected):
-    """Return the largest difference on any rank; a nan counts as the largest float. Collective."""
+    """Return the largest difference on any rank. A nan counts as the largest float. Collective."""
     pairs = zip(tensors, expected, strict=True)
     differences = torch.stack([(tensor - other).abs().max().float() for tensor, other in pairs])
     largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
@@ -184,41 +185,55 @@ def largest_difference(tensors, expected):
 
 
 @in_place_of_gloos()
-def time_steps(rank, settings, row_id):
-    """Time one row. Returns (median ms per step, ms to drain)."""
-    training = make_training(rank, settings, rows.find(*row_id))
+def time_steps(rank, settings, row_id, micro_batches=1, exchanges_each=False):
+    """Time one row. Returns (median ms per step, ms to drain).
+
+    A step has `micro_batches` of the same size. Gradients are exchanged after the last micro-batch, or with
+    `exchanges_each` after each micro-batch.
+    """
     batches = make_batches(settings, rank)
-    for batch in batches[:WARMUP_STEPS]:
-        training.step(batch)
-    return time_warm_steps(rank, training.step, batches[WARMUP_STEPS:][:settings.steps], training.finish)
+    training = make_training(rank, settings, row_id)
+
+    def step(number):
+        for micro_batch in range(micro_batches):
+            exchanges = exchanges_each or micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if exchanges else training.no_sync():
+                training.forward_backward(batches[(number + micro_batch) % len(batches)])
+        training.update()
+        training.zero_grad()
+
+    for number in range(WARMUP_STEPS):
+        step(number)
+    return time_warm_steps(rank, step, range(WARMUP_STEPS, WARMUP_STEPS + settings.steps), training.finish)
 
 
-def make_training(rank, settings, configuration):
+def make_training(rank, settings, row_id):
     gc.collect()
+    configuration = rows.find(*row_id)
     return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
 
 
 def time_warm_steps(rank, step, inputs, finish):
     """Time `step` for each of `inputs`, after warm-up. Returns (median ms per step, ms to drain), on the slowest rank.
 
-    A step lasts from the end of one step to the end of the next, so it includes waiting for parameters that the
-    previous step has sent. What the last step sends is waited for once, as the drain. There is no barrier between
-    steps: it would wait for messages in flight.
+    A step lasts from the end of one step to the end of the next, so a step includes the wait for parameters that the
+    step before has sent. The drain is the wait for what the last step has sent. No barrier stands between steps,
+    because a barrier would wait for messages in flight.
     """
     times = [timestamp(rank.device)]
     for step_input in inputs:
         step(step_input)
         times.append(timestamp(rank.device))
     finish()
-    drain = milliseconds(times[-1], timestamp(rank.device))
+    drain_ms = milliseconds(times[-1], timestamp(rank.device))
     step_ms = statistics.median(map(milliseconds, times, times[1:]))
-    slowest = torch.tensor([step_ms, drain], device=rank.device)
+    slowest = torch.tensor([step_ms, drain_ms], device=rank.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
 def timestamp(device):
-    """Return the time, or on a GPU an event that the GPU records when its queue reaches it."""
+    """Return the time. On a GPU, return an event, which gets a time when the GPU has done all work before the event."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -233,21 +248,130 @@ def milliseconds(start, end):
     return start.elapsed_time(end)
 
 
+def clip(training, max_norm):
+    """Clip the gradients by the optimizer's own method, or by torch's function where the optimizer has no method."""
+    own_clip = getattr(training.optimizer, "clip_grad_norm_", None)
+    if own_clip:
+        own_clip(max_norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
+
+
+# ------------------------------ What is in a step: when does a rank compute, when do messages travel, what is in memory
+
+
+GAP_S = 0.0005  # Python needs less time between two operators; waiting for another rank takes more
+RECORDED_STEPS = 6  # step 0 isn't shown: unlike the others, it doesn't wait for parameters of a step before
+
+
+class Recorder(Ledger):
+    """Is a ledger that also lists when operators ran, the phases of the steps, and the bytes that were alive.
+
+    `busy`: [[start, end], …] in seconds of time.perf_counter, in order. `phases`: [(name, start, end), …]. `live`:
+    [(time, bytes alive from then on), …]. Use it inside `with memory:`, which counts these bytes.
+    """
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+        self.busy = []
+        self.phases = []
+        self.live = [(time.perf_counter(), memory.live)]
+
+    @contextlib.contextmanager
+    def phase(self, name):
+        start = time.perf_counter()
+        yield
+        self.phases.append((name, start, time.perf_counter()))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        start = time.perf_counter()
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        end = time.perf_counter()
+        live = self.memory.live
+        if live != self.live[-1][1]:
+            self.live.append((end, live))
+        if function.namespace in COLLECTIVE_NAMESPACES:
+            return result
+        if self.busy and start - self.busy[-1][1] < GAP_S:
+            self.busy[-1][1] = end
+        else:
+            self.busy.append([start, end])
+        return result
+
+
 @in_place_of_gloos()
-def time_accumulation(rank, settings, row_id, micro_batches, exchanges_each=False):
-    """Return ms per micro-batch. `exchanges_each`: each micro-batch exchanges gradients, and not only the last one."""
-    batches = make_batches(settings, rank)
-    training = make_training(rank, settings, rows.find(*row_id))
+def record(rank, settings, row_id):
+    """Record steps on a CPU, with no barrier between them. Returns this rank's RecordedStep of median length."""
+    batches = make_batches(settings, rank)[:WARMUP_STEPS]
+    with Memory(rank.device) as memory:
+        training = make_training(rank, settings, row_id)
+        for batch in batches:
+            training.step(batch)
+        training.finish()
+        dist.barrier()
+        with Recorder(memory) as recorder:
+            for number in range(RECORDED_STEPS):
+                with recorder.phase("forward"):
+                    loss = training.forward(*batches[number % len(batches)])
+                with recorder.phase("backward"):
+                    loss.backward()
+                with recorder.phase("step"):
+                    training.update()
+                    training.zero_grad()
+            training.finish()
+    messages = [Message(entry.kind, entry.size, entry.launched_at, entry.completed_at) for entry in recorder.entries]
+    recording = Recording(recorder.phases, recorder.busy, messages, recorder.live)
+    return recorded_step(recording, median_step(recorder.phases))
 
-    def step(_number):
-        for micro in range(micro_batches):
-            sends = exchanges_each or micro == micro_batches - 1
-            with contextlib.nullcontext() if sends else training.no_sync():
-                training.forward_backward(batches[micro % len(batches)])
-        training.update()
-        training.zero_grad()
 
-    for number in range(WARMUP_STEPS):
-        step(number)
-    step_ms, _ = time_warm_steps(rank, step, range(settings.steps), training.finish)
-    return step_ms / micro_batches
+class Recording(NamedTuple):
+    """What was recorded of several steps. Times are seconds of any clock."""
+    phases: list  # (name, start, end) of each phase; a step has three
+    busy: list  # spans in which the rank computes, (start, end), disjoint and in order
+    messages: list  # of Messages
+    live: list  # (time, bytes alive from then on)
+
+
+def span_of(phases, number):
+    """Return when step `number` starts and ends."""
+    _, start, _ = phases[3 * number]
+    _, _, end = phases[3 * number + 2]
+    return start, end
+
+
+def median_step(phases):
+    """Return the number of the step of median length, without step 0. Collective, the same on all ranks.
+
+    The length of a step is that on the slowest rank. The median leaves out steps that other programs have delayed.
+    """
+    spans = [span_of(phases, number) for number in range(1, RECORDED_STEPS)]
+    lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
+    dist.all_reduce(lengths, dist.ReduceOp.MAX)
+    numbers = 1 + lengths.argsort()  # of the steps, the shortest first
+    return numbers[len(numbers) // 2].item()
+
+
+def recorded_step(recording, number):
+    """Return step `number` of a Recording as a RecordedStep.
+
+    A message may cross the border of two steps, as parameters for the next forward pass do. Then each step is exposed
+    to its own part of the message.
+    """
+    start, end = span_of(recording.phases, number)
+    messages = [message for message in recording.messages if message.end > start and message.start < end]
+    in_flight = overlap([(start, end)], union((message.start, message.end) for message in messages))
+    busy = overlap([(start, end)], recording.busy)
+
+    def since_start(moment):
+        return round(moment - start, 6)
+
+    return RecordedStep(
+        exposed_seconds=round(length(in_flight) - length(overlap(in_flight, busy)), 6),
+        seconds=since_start(end),
+        phases=[(name, since_start(began), since_start(ended))
+                for name, began, ended in recording.phases[3 * number : 3 * number + 3]],
+        busy=[(since_start(began), since_start(ended)) for began, ended in busy],
+        communication=[message._replace(start=since_start(message.start), end=since_start(message.end))
+                       for message in messages],
+        memory=most_alive(recording.live, start, end))

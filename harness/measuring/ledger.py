@@ -1,4 +1,4 @@
-"""Lists the collectives that ran, and their bytes, from outside: no stage has code for that."""
+"""Lists the collectives that a rank starts, with their bytes, from outside: no stage has code for a ledger."""
 
 import re
 import threading
@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """Stands in for a Work of gloo's send or recv. It has no callback and allows one wait(), in `executor`."""
+    """Stands in for the Work of gloo's send or recv, which has no callback and may be waited for only once.
+
+    A thread of `executor` waits for the Work, and then calls `on_completion`.
+    """
 
     def __init__(self, work, on_completion, executor):
         super().__init__()
-        # Once the future is done, it refers neither to `work` nor to the received tensors.
+        # A future that is done refers neither to `work` nor to the received tensors.
         self.future = executor.submit(self.finish, work, on_completion)
 
     @staticmethod
@@ -38,7 +41,7 @@ class WatchedWork(dist.Work):
 
 @dataclass
 class Collective:
-    """A call on one rank. Times are seconds of time.perf_counter."""
+    """A collective, or a send or recv, on one rank. Times are seconds of time.perf_counter."""
     kind: str
     size: int  # bytes of the full tensor
     dtype: torch.dtype
@@ -49,7 +52,8 @@ class Collective:
     completed_at: float | None = None  # None: in flight
 
 
-# Operators of torch.distributed -> kind, the argument that is read, the argument that is written. show/ imports it.
+COLLECTIVE_NAMESPACES = "c10d", "_c10d_functional"  # of the operators that communicate
+# Operator of c10d -> kind, name of the argument that is read, name of the argument that is written.
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
@@ -72,22 +76,24 @@ OPERATORS = {
     "barrier": ("barrier", None, None),
     "monitored_barrier_": ("barrier", None, None),
 }
-# Functional collectives, of tensor parallelism, FSDP2 and torch.compile: all read their first argument.
+# Functional collectives, which tensor parallelism and torch.compile call. Each reads the first argument.
 FUNCTIONAL = re.compile("(all_reduce|reduce_scatter_tensor|all_gather_into_tensor|all_to_all_single|broadcast"
                         "|isend|irecv)(_coalesced)?(_|_out)?")
 MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
 def kind_and_tensors(operator, arguments):
-    """Return kind, and [tensors that are read, tensors that are written]; a functional operator has only the former."""
+    """Return kind, and [tensors that are read, tensors that are written]. A functional operator has no second list."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *argument_names = OPERATORS[name]
         return kind, [tree_leaves(arguments[argument]) for argument in argument_names if argument]
-    if namespace == "_c10d_functional" and (match := FUNCTIONAL.fullmatch(name)):
+    match = FUNCTIONAL.fullmatch(name)
+    if namespace == "_c10d_functional" and match:
         kind = re.sub("_(into_)?tensor|_single", "", match[1])
         kind = {"isend": "send", "irecv": "recv"}.get(kind, kind)
-        return kind, [tree_leaves(next(iter(arguments.values())))]
+        first_argument = next(iter(arguments.values()))
+        return kind, [tree_leaves(first_argument)]
     raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
 
@@ -100,18 +106,19 @@ def wire_bytes(kind, size, group_size, backend):
     n_bytes = size * (group_size - 1) / group_size
     if kind in ("scatter", "gather"):  # n_bytes leave one rank, or all other ranks together
         return n_bytes / group_size
-    if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo"):  # gloo's is an all-reduce underneath
-        return 2 * n_bytes  # as a reduce-scatter and an all-gather
+    is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")  # as gloo does it
+    if is_all_reduce:
+        return 2 * n_bytes  # a reduce-scatter and an all-gather
     return n_bytes
 
 
 class Ledger(TorchDispatchMode):
-    """Lists every collective that this rank starts while it is entered, in order.
+    """Lists, while entered, every collective that this rank starts, in order.
 
         with Ledger() as ledger:
             optimizer.step()
         ledger.collectives   # {"all_reduce": 3, …}
-        ledger.wire_bytes    # int: what a rank sends for them, on average
+        ledger.wire_bytes    # int: bytes that a rank sends for all of these, on average
         ledger.entries       # [Collective, …]
     """
 
@@ -120,12 +127,12 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.entries = []
-        self.pending = []  # (entry, an event that is set when the collective is complete)
-        self.executors = {}  # kind -> an executor with one thread, because messages of a kind arrive in order
-        self.works = []  # without a reference in Python, C++ forgets that a work is a WatchedWork
+        self.pending = []  # (Collective, threading.Event that is set when the collective is complete)
+        self.executors = {}  # kind -> executor with one thread, because messages of a kind arrive in order
+        self.works = []  # WatchedWorks, which C++ would forget without a reference in Python
 
     def __exit__(self, *exception):
-        """Wait until everything launched is complete, unless there is an exception."""
+        """Wait until all collectives are complete, unless there is an exception."""
         for entry, is_complete in self.pending:
             if exception[0] is None and not is_complete.wait(self.limit_s):
                 raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
@@ -141,10 +148,10 @@ class Ledger(TorchDispatchMode):
     @property
     def message_bytes(self):
         """Return {"all_reduce": bytes of all all-reduces together, …}."""
-        total = Counter()
+        by_kind = Counter()
         for entry in self.entries:
-            total[entry.kind] += entry.size
-        return dict(total)
+            by_kind[entry.kind] += entry.size
+        return dict(by_kind)
 
     @property
     def wire_bytes(self):
@@ -152,10 +159,11 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.namespace not in ("c10d", "_c10d_functional"):
+        if function.namespace not in COLLECTIVE_NAMESPACES:
             return function(*args, **kwargs)
         names = [argument.name for argument in function._schema.arguments]
-        entry = self.entry_of(function._schema.name, {**dict(zip(names, args)), **kwargs})
+        arguments = {**dict(zip(names, args)), **kwargs}
+        entry = self.entry_of(function._schema.name, arguments)
         result = function(*args, **kwargs)
         if entry is None:
             return result
@@ -169,23 +177,24 @@ class Ledger(TorchDispatchMode):
         kind, tensor_lists = kind_and_tensors(operator, arguments)
         group = _group(arguments)
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tensor_lists]
-        sizes = [size for size in sizes if size] or [0]  # a gather's output, a scatter's input is of one rank only
-        size = max(sizes)
-        if kind in ("all_gather", "gather", "scatter"):  # the smaller of input and output is one rank's part
-            size = min(sizes) * group.size()
+        not_empty = [size for size in sizes if size]  # only one rank has a scatter's input, or a gather's output
+        if kind in ("all_gather", "gather", "scatter"):  # one rank's part is read, or written
+            size = min(not_empty, default=0) * group.size()
+        else:
+            size = max(not_empty, default=0)
         dtype = next((tensor.dtype for tensors in tensor_lists for tensor in tensors), None)
         backend = dist.get_backend(group)
         wire = wire_bytes(kind, size, group.size(), backend)
         return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
 
     def _watch(self, entry, result):
-        """Set `completed_at` of `entry` when it is complete. Returns the result that the caller gets."""
+        """Set `completed_at` of `entry` when the collective is complete. Returns the result that the caller gets."""
         boxed_work = result[-1] if isinstance(result, (tuple, list)) else result
         # A functional collective returns a tensor.
         if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):
             return result
         work = dist.Work.unbox(boxed_work)
-        if work is None:  # NCCL has put the collective into the queue of the current stream, like any other kernel
+        if work is None:  # NCCL has put the collective into the queue of the current stream, like a kernel
             entry.completed_at = time.perf_counter()
             return result
         is_complete = threading.Event()
@@ -196,11 +205,12 @@ class Ledger(TorchDispatchMode):
             is_complete.set()
         try:
             future = work.get_future()
-        except RuntimeError:  # gloo's send or recv
+        except RuntimeError:  # the work of gloo's send or recv has no future
             if entry.kind not in self.executors:
                 self.executors[entry.kind] = ThreadPoolExecutor(1)
-            self.works.append(WatchedWork(work, note_completion, self.executors[entry.kind]))
-            boxed_work = self.works[-1].boxed()
+            watched_work = WatchedWork(work, note_completion, self.executors[entry.kind])
+            self.works.append(watched_work)
+            boxed_work = watched_work.boxed()
             return [*result[:-1], boxed_work] if isinstance(result, (tuple, list)) else boxed_work
         future.add_done_callback(note_completion)
         return result
@@ -209,5 +219,5 @@ class Ledger(TorchDispatchMode):
 def _group(arguments):
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
-    group = arguments["group_name"]  # in newer releases it may be the group itself
+    group = arguments["group_name"]  # a name, or in newer releases of torch a group
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group

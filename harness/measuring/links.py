@@ -1,8 +1,8 @@
-"""Makes tables and pictures of rows measured on two hosts: what a link allows, and how near to that each row comes."""
+"""Makes tables and pictures of rows measured on two hosts: how near to the best that a link allows each row comes."""
 
 from typing import NamedTuple
 
-from harness.measuring.every_row import counted, rounds
+from harness.measuring.every_row import rounds_in_words
 from harness.publishing import pictures
 from harness.publishing.tables import METHODS, NONE, Marked, cell_text, column, name_column, ratio, sheet_of
 from harness.training import rows as catalogue
@@ -20,7 +20,7 @@ from harness.training.rows import (
     RowId,
 )
 
-SHORT = {"float32": "", "bfloat16": " bf16"}  # behind the name of a row
+ENDINGS = {"float32": "", "bfloat16": " bf16"}  # of the names of rows, by dtype
 TUNED = "ddp, tuned"
 FLOOR = "floor"
 
@@ -37,38 +37,41 @@ class Link(NamedTuple):
 
     def ms(self, row):
         """Return the ms that a row's bytes take by the formula; None of a row that couldn't be examined."""
-        n_bytes = counted(row, "wire_bytes_theory")
+        n_bytes = row.figure("wire_bytes_theory")
         return None if n_bytes is None else 1000 * 8 * n_bytes / self.bits_per_second
 
 
 def tuned_ddp(measured, sweep):
-    """Return DDP's row with the best size of bucket; None where no size was tried, or nothing was measured."""
-    with_size = [row for row in measured.rows if row.row_id.base == REFERENCE and row.row_id.bucket_mb is not None
-                 and row.rounds_ms]
-    if with_size:
-        return min(with_size, key=lambda row: row.median_ms)
-    return measured.timed(REFERENCE) if sweep else None
+    """Return DDP's fastest row, of the default or the swept size; None without a sweep, or if nothing was measured.
+
+    A sweep is short, so the size that it has chosen may turn out to be slower than the default.
+    """
+    of_ddp = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
+    has_size = any(row.row_id.bucket_mb is not None for row in of_ddp)
+    if not of_ddp or not (sweep or has_size):
+        return None
+    return min(of_ddp, key=lambda row: row.median_ms)
 
 
 def over_floor(measured, link, row):
-    """Return a row's time over the larger of compute only, of the same dtype, and the link's time; None: not known."""
+    """Return a row's time over the floor, the larger of computing alone and sending the row's bytes. None: unknown."""
     link_ms = link.ms(row)
-    alone = measured.timed(COMPUTE_ONLY + SHORT[row.configuration.dtype])
+    alone = measured.timed(COMPUTE_ONLY + ENDINGS[row.configuration.dtype])
     if not alone or link_ms is None:
         return None
     return ratio(row.rounds_ms, [max(link_ms, ms) for ms in alone.rounds_ms])
 
 
 def stage4_over(measured, row):
-    """Return stage 4's time over a row's, of the same dtype; None: stage 4 wasn't timed."""
-    stage4 = measured.timed(OVERLAP + SHORT[row.configuration.dtype])
+    """Return the time of stage 4, in the dtype of a row, over the time of that row. None: stage 4 wasn't timed."""
+    stage4 = measured.timed(OVERLAP + ENDINGS[row.configuration.dtype])
     return stage4.over(row) if stage4 else None
 
 
 def link_sheet(measured, link):
-    """Make the table of what no row can be faster than, with stage 4 beside each row."""
+    """Make the table of times over the floor, with stage 4 beside each row."""
     return sheet_of(
-        f"A link of {link.words}, {rounds(measured.settings)}", measured.rows, {
+        f"A link of {link.words}, {rounds_in_words(measured.settings)}", measured.rows, {
             "name": name_column(lambda row: row.row_id.label),
             "ms": column("ms a step\nmedian (min–max)", "rounds_ms", "measured", ".0f", shows="both"),
             "exposed": column("exposed\nms", "exposed_ms", "measured", ".0f"),
@@ -77,61 +80,51 @@ def link_sheet(measured, link):
         [f"Ratios: medians, round by round. {METHODS}", *measured.failures()])
 
 
-def ladder_sheet(measured, link, sweep):
-    """Make the measured columns of README's table."""
-    tuned = tuned_ddp(measured, sweep)
+def ladder_sheet(measured, tuned):
+    """Make the measured columns of README's table. `tuned`: see `tuned_ddp`."""
     ddp = tuned or measured.timed(REFERENCE)
-    words = f"tuned DDP's ({tuned.row_id.size} buckets)" if tuned else "DDP's with its default buckets"
 
     def row_of(rung):
         return ddp if rung.row == REFERENCE else measured.timed(rung.row)
 
     def peak(rung):
         row = row_of(rung)
-        return row.examined.memory_bytes["peak"] if row else None
+        return row.memory("peak") if row else None
 
     def time(rung):
         row = row_of(rung)
         return row.over(ddp) if row else None
-    settings = measured.settings
-    made = measured.conditions.made
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "peak": column("peak memory, MB", peak, form=".0f", unit=1e6),
-        "time": column("time ÷ DDP's", time, form=".2f")},
-        [f"The peak includes activations of {settings.batch_size} sequences. DDP's buckets are there in the forward "
-         "pass, too, where replicated training has no gradients. "
-         f"Time: `DistributedOptimizer`'s step, "
-         f"divided by {words}. Two emulated hosts, {link.words}, median of {settings.rounds} rounds ({made.machine}, "
-         f"{made.date})."])
+        "time": column("time ÷ DDP's", time, form=".2f")})
 
 
 # -------------------------------------------------------------------------------------------------- One link to another
 
 
-# Name in table and picture -> row, from the slowest to the fastest.
+# Name in table and picture -> name of the row, from the slowest to the fastest.
 CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, grad buffer": GRAD_BUFFER,
           "FSDP2": FSDP2, "DDP, default buckets": REFERENCE, "DDP, tuned buckets": TUNED, "stage 4, overlap": OVERLAP,
           FLOOR: FLOOR}
 
 
-def over_computing(measured, link, sweep):
-    """Return {name in the curve: time over that of computing alone, the median of the ratios by round, or None}."""
+def over_computing(measured, link, tuned):
+    """Return {name in the curve: time over the time of computing alone, or None where there is no time}."""
     alone = measured.timed(COMPUTE_ONLY)
 
     def over(base):
         if base == FLOOR:
             return max(1.0, link.ms(measured.find(OVERLAP)) / alone.median_ms)
-        row = tuned_ddp(measured, sweep) if base == TUNED else measured.timed(base)
+        row = tuned if base == TUNED else measured.timed(base)
         return row.over(alone) if row else None
     return {name: over(base) for name, base in CURVES.items()}
 
 
-def curve_sheet(measured, link, sweep):
-    """Make the column of the curve's table that one link fills; `tables.beside` puts several links together."""
-    tuned = tuned_ddp(measured, sweep)
+def curve_sheet(measured, link, tuned):
+    """Make one column of the curve's table, that of this link. `tables.beside` puts columns together."""
     stage4 = measured.timed(OVERLAP)
     settings = measured.settings
-    lines = {name: cell_text(over, ".2f") for name, over in over_computing(measured, link, sweep).items()}
+    lines = {name: cell_text(over, ".2f") for name, over in over_computing(measured, link, tuned).items()}
     lines |= {
         "stage 4 over tuned DDP": cell_text(stage4_over(measured, tuned) if tuned else None, ".2f"),
         "stage 4 over the floor": cell_text(over_floor(measured, link, stage4) if stage4 else None, ".2f"),
@@ -147,7 +140,7 @@ def curve_sheet(measured, link, sweep):
 
 
 class Accumulated(NamedTuple):
-    """Milliseconds per micro-batch, by round, of steps of `micro_batches`."""
+    """Milliseconds per micro-batch, in each round, of steps that have `micro_batches` of them."""
     micro_batches: int
     no_sync_ms: list  # stage 4, one exchange per step
     each_ms: list  # stage 4, one exchange per micro-batch
@@ -157,9 +150,10 @@ class Accumulated(NamedTuple):
 
 
 def accumulation_sheets(rows, ddp_row_id, link):
-    """Make the tables of what an exchange each costs stage 4, and of communication's share of a step."""
-    first = rows[0]  # with one micro-batch both ways are the same
-    noise = max(abs(each_ms / once_ms - 1) for once_ms, each_ms in zip(first.no_sync_ms, first.each_ms))
+    """Make two tables of Accumulated rows: what more exchanges cost stage 4, and communication's share of a step."""
+    one_micro_batch = rows[0]  # in which both ways are the same
+    pairs = zip(one_micro_batch.no_sync_ms, one_micro_batch.each_ms)
+    noise = max(abs(each_ms / once_ms - 1) for once_ms, each_ms in pairs)
 
     def price(row):
         over_no_sync = ratio(row.each_ms, row.no_sync_ms)
@@ -187,7 +181,7 @@ def accumulation_sheets(rows, ddp_row_id, link):
 
 
 def buckets_sheet(sweep, link):
-    """Make the table of time by size of bucket; of stage 4 also what the size costs in messages and memory."""
+    """Make the table of time by size of bucket. Of stage 4, messages and memory stand there too."""
     def of_row(base, get):
         def read(size):
             row = sweep.find(base, size)
@@ -197,39 +191,44 @@ def buckets_sheet(sweep, link):
     def messages(row):
         kinds = row.examined.collectives
         return kinds.get("send") or kinds.get("reduce_scatter")
-    tried = [size for size in (*SIZES, None) if any(row.row_id.bucket_mb == size for row in sweep.rows)]
+    sizes_of_rows = {row.row_id.bucket_mb for row in sweep.rows}
+    tried = [size for size in (*SIZES, None) if size in sizes_of_rows]
     return sheet_of(
-        f"Bucket size, ms a step, {link.words}, {rounds(sweep.settings)}", tried, {
+        f"Bucket size, ms a step, {link.words}, {rounds_in_words(sweep.settings)}", tried, {
             "size": name_column(lambda size: RowId("", size).size),
             "ddp": column("ddp\n", of_row(REFERENCE, lambda row: row.rounds_ms), "measured", ".0f"),
             "stage4": column("stage 4\n", of_row(OVERLAP, lambda row: row.rounds_ms), "measured", ".0f"),
             "messages": column("its messages\nof gradients", of_row(OVERLAP, messages), "counted"),
-            "bytes": column("its bytes a\nparameter", of_row(OVERLAP, lambda row: counted(row, "bytes_per_param")),
+            "bytes": column("its bytes a\nparameter", of_row(OVERLAP, lambda row: row.figure("bytes_per_param")),
                             "counted", ".2f")},
         [f"DDP's default is {DEFAULT_MB} MiB. The model's gradients have {sweep.conditions.parameters * 4 / 1e6:.1f} "
          "MB.", *sweep.failures()])
 
 
 def swept_times(sweep, base):
-    """Return [(place of the size in SIZES, ms), …] of one row of a sweep, in order; of a picture the raw numbers."""
-    return sorted((SIZES.index(DEFAULT_MB if row.row_id.bucket_mb is None else row.row_id.bucket_mb), row.median_ms)
-                  for row in sweep.rows if row.row_id.base == base and row.rounds_ms)
+    """Return [(index of the size in SIZES, ms), …] of the rows of a sweep with that `base`, in order."""
+    points = []
+    for row in sweep.rows:
+        if row.row_id.base == base and row.rounds_ms:
+            size = DEFAULT_MB if row.row_id.bucket_mb is None else row.row_id.bucket_mb
+            points.append((SIZES.index(size), row.median_ms))
+    return sorted(points)
 
 
 # ------------------------------------------------------------------------------------------------------------- Pictures
 
 
-def to_draw(measured, link, sweep):
+def to_draw(measured, link, sweep, tuned):
     """Return the raw numbers of pictures: recorded steps of the ladder, this link's points of the curve, the sweep."""
     drawn = {"rate": link.words, "bits_per_second": link.bits_per_second}
-    tuned = tuned_ddp(measured, sweep)  # a peer counts at its best setting
-    ladder = [tuned if tuned and base == REFERENCE else measured.find(base) for base in catalogue.LADDER]
-    steps = [(row.row_id.name, row.step) for row in ladder if row and row.step]
+    ladder = {base: measured.find(base) for base in catalogue.LADDER}
+    ladder[REFERENCE] = tuned or ladder[REFERENCE]  # a peer is shown at its best
+    steps = [(row.row_id.name, row.step) for row in ladder.values() if row and row.step]
     if steps:
         drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "
                                          "its row's median")
     if measured.timed(COMPUTE_ONLY) and measured.find(ALL_GATHER):
-        drawn["curve"] = over_computing(measured, link, sweep)
+        drawn["curve"] = over_computing(measured, link, tuned)
     if sweep and sweep.find(OVERLAP, ONE_PARAMETER):
         drawn["sweep"] = {base: swept_times(sweep, base) for base in (OVERLAP, REFERENCE)}
         drawn["sizes"] = ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES]

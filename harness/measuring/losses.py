@@ -1,10 +1,10 @@
 """Trains variants on text: measures the losses of variants with fewer bits, and how far runs on 1 to 8 ranks differ.
 
-    python -m harness.measuring.losses [--steps 300] [--seeds 3] [--ranks 2] [--json measured/losses.json]
+    python -m harness.measuring.losses [--json measured/losses.json]
 
-It trains a small GPT on the source of Python's standard library. The loss is measured after the last step, on text that
-no step has seen. Then DDP, stage 4 and variants/same_bits.py train on 1, 2, 4 and 8 ranks. `--json results/losses.json`
-puts the result there. `make report` writes the losses into variants/README.md, and draws the other differences for
+The program trains a small GPT on the source of Python's standard library, on two ranks. After the last step it measures
+the loss on text that no step has seen. Then DDP, stage 4 and variants/same_bits.py train on 1, 2, 4 and 8 ranks. With
+`--json results/losses.json`, `make report` writes the losses into variants/README.md, and draws the differences for
 docs/same_bits.md.
 """
 
@@ -14,17 +14,20 @@ import statistics
 import torch
 
 from harness import STAGE_4
-from harness.measuring.examine import Settings, adamw, make_batches, make_model
+from harness.measuring.examine import Settings, adamw, clip, make_batches, make_model
 from harness.publishing.tables import Report, column, made_here, name_column, save_and_show, sheet_of
 from harness.ranks import command_line
 from harness.ranks.workers import Workers, on_rank_0
 from harness.training import corpus
 from harness.training.rows import ddp, ddp_summed_in_bf16, stage
 
-SETTINGS = Settings("nano", batch_size=8, sequence_length=64)
-BETAS = 0.95, 0.999
-FP32, BF16 = "stage 4, fp32", "stage 4, bf16"
-CONFIGURATIONS = {  # name -> (build, name of the row of the same dtype that it is compared with)
+N_RANKS = 2
+SETTINGS = Settings("nano", batch_size=8, sequence_length=64, steps=300)
+SEEDS = range(3)  # of model and text
+BETAS2 = 0.95, 0.999  # of AdamW
+FP32 = "stage 4, fp32"
+BF16 = "stage 4, bf16"
+CONFIGURATIONS = {  # name -> (build, name of the configuration of the same dtype to compare with)
     FP32: (stage(STAGE_4), FP32),
     "DDP": (ddp, FP32),
     "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
@@ -35,51 +38,52 @@ CONFIGURATIONS = {  # name -> (build, name of the row of the same dtype that it 
 }
 
 
-def loss_of(rank, name, seed, n_steps, beta2):
+def loss_of(rank, name, seed, beta2):
     """Train a configuration. Returns the loss on this rank's part of the validation text."""
     build, base = CONFIGURATIONS[name]
-    settings = SETTINGS._replace(seed=seed, steps=n_steps)
+    settings = SETTINGS._replace(seed=seed)
     model = make_model(settings, rank, "bfloat16" if base == BF16 else "float32")
     training = build(model, {"lr": 3e-3, "betas": (0.9, beta2), "weight_decay": 0.1})
-    for batch in make_batches(settings, rank)[:n_steps]:
+    for batch in make_batches(settings, rank)[:settings.steps]:
         training.step(batch)
     training.finish()
-    sizes = SETTINGS.batch_size, SETTINGS.sequence_length, *rank[:3]
     _, validation = corpus.split(corpus.load_bytes())
+    batches = corpus.validation_batches(validation, settings.batch_size, settings.sequence_length, rank.number,
+                                        rank.world_size, rank.device)
     with torch.no_grad():
-        return statistics.mean(model(*part).item() for part in corpus.validation_batches(validation, *sizes))
+        return statistics.mean(model(tokens, targets).item() for tokens, targets in batches)
 
 
-def measure(workers, n_steps, n_seeds):
-    """Train all configurations. Returns {(name, beta2): loss by seed}, where a loss is the mean over the ranks."""
+def measure_losses(workers):
+    """Train all configurations. Returns {(name, beta2): loss by seed}. A loss is the mean over the ranks."""
     losses = {}
-    for beta2 in BETAS:
+    for beta2 in BETAS2:
         for name in CONFIGURATIONS:
-            losses[name, beta2] = [statistics.mean(workers.run(loss_of, name, seed, n_steps, beta2))
-                                   for seed in range(n_seeds)]
+            losses[name, beta2] = [statistics.mean(workers.run(loss_of, name, seed, beta2)) for seed in SEEDS]
     return losses
 
 
-def loss_sheet(losses, bases, n_steps):
-    """Make the table of losses, {(name, beta2): loss by seed}. bases: {name: the name that it is compared with}."""
+def loss_sheet(losses):
+    """Make the table of losses, {(name, beta2): loss by seed}."""
     def difference(name, beta2):
-        pairs = zip(losses[name, beta2], losses[bases[name], beta2])
+        _, base = CONFIGURATIONS[name]
+        pairs = zip(losses[name, beta2], losses[base, beta2])
         return " ".join(f"{loss - base_loss:+.4f}" for loss, base_loss in pairs)
     columns = {"name": name_column(str)}
-    for beta2 in dict.fromkeys(beta2 for _, beta2 in losses):
+    for beta2 in BETAS2:
         columns[f"loss, beta2 {beta2}"] = column(
             f"beta2 {beta2}\nloss", lambda name, beta2=beta2: losses[name, beta2], "measured", ".4f")
         columns[f"difference, beta2 {beta2}"] = column(
             "more, by seed", lambda name, beta2=beta2: difference(name, beta2), "measured")
-    return sheet_of(f"Losses after {n_steps} steps", dict.fromkeys(name for name, _ in losses), columns, [
+    return sheet_of(f"Losses after {SETTINGS.steps} steps", CONFIGURATIONS, columns, [
         "Loss: nats a byte of text that no step has seen, the median over the seeds. More: than stage 4 of the same "
         "dtype, same seed."])
 
 
-# ------------------------------------------------------------------------- The same steps on 1, 2, 4 and 8 ranks
+# ------------------------------------------------------------------------------- The same steps on 1, 2, 4 and 8 ranks
 
 
-LEAVES = 8  # micro-batches of a step, whichever rank computes them
+LEAVES = 8  # micro-batches of a step, on all ranks together
 RANKS = 1, 2, 4, 8
 MAX_NORM = 1.0
 BY_RANKS = Settings("nano", batch_size=2, sequence_length=32, steps=200)
@@ -87,42 +91,42 @@ SAME_BITS = "same_bits"
 METHODS = {"DDP": ddp, "stage 4": stage(STAGE_4), SAME_BITS: stage("variants.same_bits", leaves=LEAVES)}
 
 
-def params_by_step(rank, method, n_steps):
-    """Train with `method`. Returns all parameters after each step, (n_steps, n), as an array of numpy."""
+def params_by_step(rank, method):
+    """Train with `method`. Returns all parameters after each step, (steps, numel), as an array of numpy."""
     training = METHODS[method](make_model(BY_RANKS, rank, "float32"), adamw(BY_RANKS))
     text, _ = corpus.split(corpus.load_bytes())
     n_own = LEAVES // rank.world_size
-    own = [corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
-           for leaf in range(rank.number * n_own, (rank.number + 1) * n_own)]
-    steps = []
-    for step in range(n_steps):
-        for leaf in own:
-            with contextlib.nullcontext() if leaf is own[-1] else training.no_sync():
-                loss = training.forward(*leaf.batch(step))
-                (loss if method == SAME_BITS else loss / n_own).backward()  # same_bits divides by the leaves itself
-        clip = getattr(training.optimizer, "clip_grad_norm_", None)
-        if clip:
-            clip(MAX_NORM)
-        else:
-            torch.nn.utils.clip_grad_norm_(training.model.parameters(), MAX_NORM)
+    first = rank.number * n_own
+    batches_of_leaves = [
+        corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
+        for leaf in range(first, first + n_own)]
+    divisor = 1 if method == SAME_BITS else n_own  # same_bits divides by the leaves itself
+    params_after = []
+    for step in range(BY_RANKS.steps):
+        for batches in batches_of_leaves:
+            is_last = batches is batches_of_leaves[-1]
+            with contextlib.nullcontext() if is_last else training.no_sync():
+                loss = training.forward(*batches.batch(step))
+                (loss / divisor).backward()
+        clip(training, MAX_NORM)
         training.update()
         training.zero_grad()
-        steps.append(torch.cat([param.flatten() for param in training.full_params()]))
-    return torch.stack(steps).numpy()
+        params_after.append(torch.cat([param.flatten() for param in training.full_params()]))
+    return torch.stack(params_after).numpy()
 
 
-def measure_differences(n_steps):
+def measure_differences():
     """Train with each method on 1, 2, 4 and 8 ranks. Returns {name: largest difference from 1 rank, by step}."""
     alone = {}
     differences = {}
     for n_ranks in RANKS:
         with Workers(n_ranks, timeout_s=600) as workers:
             for method in METHODS:
-                steps = on_rank_0(workers, params_by_step, method, n_steps)
+                params = on_rank_0(workers, params_by_step, method)
                 if n_ranks == 1:
-                    alone[method] = steps
+                    alone[method] = params.astype(float)
                 else:
-                    by_step = abs(steps.astype(float) - alone[method]).max(axis=1)
+                    by_step = abs(params - alone[method]).max(axis=1)
                     differences[f"{method}, {n_ranks} ranks"] = by_step.tolist()
     return differences
 
@@ -138,20 +142,14 @@ def describe(rank):
 
 def main():
     parser = command_line.Parser("losses", __doc__)
-    for option, default, what in (("--steps", 300, "of each run"), ("--seeds", 3, "of model and text"),
-                                  ("--ranks", 2, "processes on this machine")):
-        parser.add_argument(option, type=command_line.COUNT, default=default, help=f"{what} (default {default})")
     command_line.add_json(parser, "measured/losses.json")
     args = parser.parse_args()
     command_line.check_writable("--json", args.json, parser.error)
-    with Workers(args.ranks, timeout_s=600) as workers:
-        losses = measure(workers, args.steps, args.seeds)
+    with Workers(N_RANKS, timeout_s=600) as workers:
+        sheet = loss_sheet(measure_losses(workers))
         conditions = on_rank_0(workers, describe)
-    differences = measure_differences(min(args.steps, BY_RANKS.steps))
-    sheet = loss_sheet(losses, {name: base for name, (_, base) in CONFIGURATIONS.items()}, args.steps)
-    # The picture draws the raw numbers of each step.
-    report = Report(made_here(), {"losses": sheet}, conditions, drawn={"differences": differences})
-    save_and_show(args.json, report, parser.error)
+    drawn = {"differences": measure_differences()}
+    save_and_show(args.json, Report(made_here(), {"losses": sheet}, conditions, drawn=drawn), parser.error)
 
 
 if __name__ == "__main__":

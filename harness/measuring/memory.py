@@ -7,8 +7,8 @@
         memory.mark("parameters", model.parameters())
         memory.by_kind() # {"parameters": bytes, …, REST: bytes of unmarked storages}; the sum is memory.live
 
-It counts what tensors hold, on a CPU as on a GPU. It doesn't count what a kernel needs only while it runs, nor buffers
-of the communication library.
+Memory counts what tensors hold, on a CPU as on a GPU. It doesn't count what a kernel needs only while the kernel runs,
+nor buffers of the communication library.
 """
 
 import collections
@@ -21,16 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 REST = "buffers"  # unmarked storages: after a step, those that belong neither to the model nor to an optimizer
-KINDS = "parameters", "gradients", "state", REST
 
 
 class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
     A view has the storage of its base, which is counted already. A storage that torch.from_dlpack makes in the memory
-    of another storage counts nothing either. Operators that C++ calls are seen too, for autograd or for the buckets of
-    DistributedDataParallel. A tensor that was made before the start counts from the moment when an operator returns it
-    or a view of it, or when `track` gets it. The idea is that of torch's own MemTracker.
+    of another storage counts nothing either. Memory also sees operators that C++ calls, for autograd or for the buckets
+    of DistributedDataParallel. A tensor from before the start counts as soon as an operator returns the tensor or a
+    view of it, or `track` gets the tensor. The idea is from torch's own MemTracker.
     """
 
     def __init__(self, device="cpu"):
@@ -38,15 +37,15 @@ class Memory(TorchDispatchMode):
         self.device = torch.device(device)
         self.live = self.peak = 0
         self.lock = threading.RLock()  # gloo's threads free tensors at any moment, and `_set` runs there
-        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes], a list that outlives the storage
-        self.kinds = weakref.WeakKeyDictionary()  # storage -> its kind, by `mark`
+        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes]: the list outlives the storage
+        self.kinds = weakref.WeakKeyDictionary()  # storage -> kind, by `mark`
         self.owners = weakref.WeakKeyDictionary()  # storage -> the storage in whose memory it lies
 
     def __enter__(self):
         if self.device.type == "cuda":
             forget_peaks(self.device)
             self.allocated_before = torch.cuda.memory_allocated(self.device)
-        # resize_ frees memory and brings it back, from_dlpack gives it a second storage, and neither is an operator.
+        # resize_ frees memory or takes memory, from_dlpack makes a second storage, and neither is an operator.
         self.torchs_resize = torch.UntypedStorage.resize_
         self.torchs_from_dlpack = torch.from_dlpack
         torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
@@ -62,7 +61,7 @@ class Memory(TorchDispatchMode):
     def reserved(self):
         """Return the peak of bytes that torch's caching allocator reserved, less the tensors from before the start.
 
-        It includes workspaces of kernels, and rounding: sizes of large tensors are rounded up to 1 MiB.
+        These bytes include workspaces of kernels, and rounding: sizes of large tensors are rounded up to 1 MiB.
         """
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 
@@ -70,12 +69,13 @@ class Memory(TorchDispatchMode):
         self.peak = self.live
 
     def settle(self):
-        """Wait until four looks in 60 ms find `live` the same, and return it: gloo frees tensors soon after wait()."""
-        looks = []
-        while len(looks) < 4 or len(set(looks[-4:])) > 1:
-            looks.append(self.live)
+        """Wait until `live` stays the same for 60 ms, and return `live`: gloo frees tensors soon after wait()."""
+        looks = [self.live]
+        while len(looks) < 4:
             threading.Event().wait(0.02)
-        return looks[-1]
+            live = self.live
+            looks = [*looks, live] if live == looks[-1] else [live]
+        return live
 
     def track(self, tensors):
         """Count tensors, also those that existed before the start, such as the parameters of a model."""
@@ -93,12 +93,12 @@ class Memory(TorchDispatchMode):
     def by_kind(self):
         """Return {kind: live bytes, …, REST: live bytes}. Every storage counts once, so the sum is `live`."""
         by_kind = collections.Counter({REST: 0})
-        for storage, (n_bytes,) in list(self.counted.items()):
-            by_kind[self.kinds.get(storage, REST)] += n_bytes
+        for storage, count in list(self.counted.items()):
+            by_kind[self.kinds.get(storage, REST)] += count[0]
         return dict(by_kind)
 
     def hold(self, n_bytes):
-        """Count bytes as alive, those of no tensor too; a negative number frees them."""
+        """Add `n_bytes` to the live bytes; a negative number takes bytes away. The bytes may belong to no tensor."""
         self.live += n_bytes
         self.peak = max(self.peak, self.live)
 
@@ -108,7 +108,7 @@ class Memory(TorchDispatchMode):
         return result
 
     def _track(self, storage):
-        """Count a storage with the size that it has now, until it is gone."""
+        """Count a storage, with the size that the storage has now, until the storage is gone."""
         with self.lock:
             storage = self._owner(storage)
             count = self.counted.get(storage)
@@ -118,7 +118,7 @@ class Memory(TorchDispatchMode):
             self._set(count, storage.nbytes())
 
     def _owner(self, storage):
-        """Return the storage in whose memory `storage` lies, maybe itself."""
+        """Return the storage in whose memory `storage` lies, which may be `storage`."""
         return self.owners.get(storage, storage)
 
     def _set(self, count, n_bytes):
@@ -135,7 +135,7 @@ class Memory(TorchDispatchMode):
 
     def _from_dlpack(self, source, **options):
         shared = self.torchs_from_dlpack(source, **options)
-        if isinstance(source, torch.Tensor) and not options:  # or else it may be a copy, or memory that nobody counts
+        if isinstance(source, torch.Tensor) and not options:  # else it may be a copy, or no tensor's memory
             self.owners[shared.untyped_storage()] = self._owner(source.untyped_storage())
         return shared
 

@@ -398,11 +398,8 @@ def ladder(model):
             configuration = catalogue.find(rung.row)
             by_ranks = [configuration.whole + configuration.shared / d for d in LADDER_RANKS]
         return " · ".join(f"{n_bytes:.1f}" for n_bytes in by_ranks)
-    numel = record(RowId(catalogue.OVERLAP), MODELS[model], 1).numel
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "collectives": column("collectives", "collectives", form=TEXT),
         "held": column(f"bytes per parameter on {' · '.join(map(str, LADDER_RANKS))} ranks", held),
         "sends": column("values sent per parameter", lambda rung: catalogue.find(rung.row).sends, form="g",
-                        unit=FP32_BYTES)},
-        [f"{numel:,} parameters in fp32, AdamW. Bytes after a step: 8 + 8/d; in stage 4, 4 + 12/d + bucket buffers; "
-         "in FSDP2, 16/d. Multiply values sent by (d-1)/d; stage 2 sends padding as well."])
+                        unit=FP32_BYTES)})

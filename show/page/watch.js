@@ -29,10 +29,10 @@ class Player {
     this.states = this.frames.map((frame, k) => {
       [cells, at] = [[...cells], [...at]];
       for (const [rank, stack] of frame.at) at[rank] = stack;
-      for (const [s, numbers] of frame.memory) {
+      for (const [s, written] of frame.memory) {
         const before = cells[s] && isAlive(cells[s]) ? cells[s] : [];
-        cells[s] = numbers ? numbers.map((number, i) => {
-          const [value, kind, element, origin] = this.cells[number], isSame = before[i] && before[i].value === value;
+        cells[s] = written ? written.map(([value, kind, element, origin], i) => {
+          const isSame = before[i] && before[i].value === value;
           return { value, kind, element, origin, by: isSame ? before[i].by : k };
         }) : before.map((cell) => ({ ...cell, kind: "freed" }));
       }
@@ -43,8 +43,6 @@ class Player {
     const leaving = this.operations.filter(({ kind }) => kind === "reduce-scatter").map(({ params }) => `${params}`);
     const areBuckets = leaving.length > 2 && new Set(leaving).size === leaving.length;
     for (const one of this.operations) {
-      one.start = Math.min(...one.arrows.map((a) => a[3]));
-      one.end = Math.max(...one.arrows.map((a) => a[4]));
       const params = one.params.map((i) => `p${i}`).join(" ");
       one.line = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})` : one.whole;
     }
@@ -89,7 +87,7 @@ class Player {
     return Object.values(row.slots[rank]).map((some) => last(some.filter((s) => cells[s]))).filter((s) => s >= 0);
   }
 
-  place(rank, k) { return last(this.stacks[this.states[k].at[rank]]); }
+  place(rank, k) { return last(this.states[k].at[rank]); }
 
   /** What a rank holds in a row, in words. */
   describe(row, rank, k) {
@@ -377,11 +375,12 @@ function drawMeters(p) {
     return `<span class="meter"><b>${words} ${value} B</b> of ${of} B <span>= ${escape(text)}</span>`
       + `<span class="bar">${bar}${mark}</span></span>`;
   };
-  const formula = p.formula || {};
+  const formula = p.formula || {}, numel = p.param.length;
+  const ddp = { sent: (8 * numel * (p.ranks - 1)) / p.ranks, held: 16 * numel };
   const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
   const held = p.held[now.k], words = Math.min(...held) < Math.max(...held) ? "holds (mean)" : "holds";
-  $("meters").innerHTML = meter("sent", p.sent(now.k), formula.sent_bytes, formula.sent, formula.ddp_sent)
-    + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`, formula.ddp_held);
+  $("meters").innerHTML = meter("sent", p.sent(now.k), formula.sent && p.sent_bytes, formula.sent, ddp.sent)
+    + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`, ddp.held);
 }
 
 /** A function with the lines that are `marked`, the ranks that are at a line, and the edit as a diff. */
@@ -409,7 +408,7 @@ function drawFunction(p, f, marked, ranks, isBeat) {
 
 function drawCode(p, beat) {
   const { at } = p.states[now.k], where = at.map((_, rank) => [rank, ...p.place(rank, now.k)]);
-  const shown = beat ? [[beat.function, beat.lines]] : p.stacks[at[0]].map(([f, line]) => [f, [line]]);
+  const shown = beat ? [[beat.function, beat.lines]] : at[0].map(([f, line]) => [f, [line]]);
   if (p.edit) {
     const { file, line } = p.edit;
     const f = p.functions.findLastIndex((one) => one[1] === file && one[2] <= line && line <= one[3] + 1);

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: models, optimizers, and their steps."""
+"""What the tests of checkpoints share: models with their optimizers, training steps, a damaged file and a full disk."""
 
 import contextlib
 import resource
@@ -7,56 +7,37 @@ from unittest import mock
 
 import torch
 
+from harness import STAGE_4
 from harness.ranks.meeting import Rank
 from tests.common import STAGES, Net, batch, loss_of, optimizer_of
 
-SHARDED = STAGES[2:]
-ADAMW = {"lr": 0.01, "weight_decay": 0.1}
-ONE = Rank(0, 1, torch.device("cpu"), "gloo")
+SHARDED = STAGES[2:]  # stages 3 and 4
+ONE_PROCESS = Rank(0, 1, torch.device("cpu"), "gloo")  # stands for a program without process groups
 
 
-def wrapped(stage, params, cls=torch.optim.AdamW, process_group=None, **kwargs):
-    """A stage's optimizer; without stage a plain torch optimizer."""
+def make_optimizer(stage, params, cls=torch.optim.AdamW, process_group=None, **kwargs):
+    """Return the optimizer of a stage; without a stage, a plain torch optimizer."""
     if stage is None:
         return cls(params, **kwargs)
-    sizes = {"bucket_cap_mb": 0.0003} if stage == STAGES[3] else {}
-    return optimizer_of(stage)(params, cls, process_group=process_group, **{**sizes, **kwargs})
+    if stage == STAGE_4:
+        kwargs = {"bucket_cap_mb": 0.0003, **kwargs}  # several buckets
+    return optimizer_of(stage)(params, cls, process_group=process_group, **kwargs)
 
 
-def a_run(rank, stage, group=None, seed=0, dtype=torch.float32, cls=torch.optim.AdamW, steps=0, **kwargs):
-    """A model of odd sizes, and its optimizer on the ranks of `group`; after some steps."""
+def make_run(rank, stage, group=None, seed=0, dtype=torch.float32, cls=torch.optim.AdamW, steps=0, **kwargs):
+    """Return a model of odd sizes and its optimizer, on the ranks of `group`, after some steps."""
     model = Net(seed=seed, frozen_seed=seed).to(rank.device, dtype)
-    optimizer = wrapped(stage, model.parameters(), cls, process_group=group, **kwargs)
+    optimizer = make_optimizer(stage, model.parameters(), cls, process_group=group, **kwargs)
     train(rank, model, optimizer, range(steps))
     return model, optimizer
 
 
-def small(rank, stage, *layers, dtype=torch.float32, **kwargs):
-    """A model, and its optimizer after a step."""
-    model = torch.nn.Sequential(*(layers or [torch.nn.Linear(7, 7)])).to(rank.device, dtype)
-    optimizer = wrapped(stage, model.parameters(), **kwargs)
-    step(model, optimizer)
-    return model, optimizer
-
-
-def alone(*layers):
-    """The same without ranks, and in plain torch."""
-    return small(ONE, None, *layers)
-
-
-def step(model, optimizer):
-    weight = next(model.parameters())
-    model(weight.new_ones(2, model[0].in_features)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def train(rank, model, optimizer, steps):
-    """Every rank has the same batch, so that what comes out doesn't depend on how many ranks there are."""
+    """Train on the same batches on every rank, so that the result doesn't depend on the number of ranks."""
     dtype = next(model.parameters()).dtype
     for step in steps:
-        x, y = (part.to(dtype) for part in batch(step, 0, device=rank.device))
-        loss_of(model, x, y).backward()
+        x, y = batch(step, 0, device=rank.device)
+        loss_of(model, x.to(dtype), y.to(dtype)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -69,7 +50,8 @@ def flip_a_bit(file):
 
 @contextlib.contextmanager
 def full_disk(n_bytes):
-    """The limit that a file of this process may have stands for the disk: Python would write broken bytecode, too."""
+    """Limit the size of each file that this process writes, as a full disk does. Python writes no bytecode meanwhile.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:

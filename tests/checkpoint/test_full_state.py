@@ -6,17 +6,18 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint
 from checkpoint import full_state_dict, load_full_state_dict, reshard
-from tests.checkpoint import ADAMW, SHARDED, a_run, small, train
-from tests.checkpoint.compare import close, equal, full, nothing_changes, weights
-from tests.common import OPTIMIZERS, STAGES, batch, error_of, loss_of, on_ranks, optimizer_of, trainable
-from tests.pairs import Pair, Replicated, assert_same
+from harness import STAGE_2, STAGE_4
+from tests.checkpoint import SHARDED, make_optimizer, make_run, train
+from tests.checkpoint.compare import equal, full_state, nothing_changes
+from tests.common import OPTIMIZERS, STAGES, Net, batch, error_of, loss_of, mesh_of, on_ranks
+from tests.pairs import Pair
 
-F, B, H = torch.float32, torch.bfloat16, torch.float16
+F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+UP_TO_ROUNDING = {"rtol": 1e-4, "atol": 1e-6}  # sums over the ranks have another order than in one process
 
 
 def two_named_groups(model):
@@ -24,91 +25,71 @@ def two_named_groups(model):
     return [{"params": named[:2]}, {"params": named[2:], "lr": 0.003}]
 
 
-@on_ranks(2, 3, stage=STAGES, case=OPTIMIZERS)
-def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, stage, case):
-    cls, kwargs = OPTIMIZERS[case]
-    own = {"bucket_cap_mb": 0.0003} if stage == STAGES[3] else {}
-    pair = Pair(rank, stage, cls, two_named_groups, own=own, **kwargs)
+@on_ranks(2, 3, stage=STAGES, name=OPTIMIZERS)
+def test_the_full_state_dict_is_that_of_the_plain_torch_optimizer(rank, stage, name):
+    """A new optimizer loads this dict, and then has the same full state. tests/pages/test_migrate.py trains on."""
+    cls, kwargs = OPTIMIZERS[name]
+    pair = Pair(rank, stage, cls, two_named_groups, **kwargs)
     pair.train(0, 1, 2)
     for optimizer in pair.optimizers:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5  # as schedulers do
     on_one = full_state_dict(pair.optimizer)
-    on_all = full(pair.optimizer)
-    plain = pair.replicated.optimizer.state_dict()
+    on_all = full_state(pair.optimizer)
     assert equal(on_one, on_all) if rank.number == 0 else on_one == {}
-    assert on_all["param_groups"] == plain["param_groups"] and close(on_all["state"], plain["state"])
+    plain = pair.replicated.optimizer.state_dict()
+    assert on_all["param_groups"] == plain["param_groups"]
+    torch.testing.assert_close(on_all["state"], plain["state"], **UP_TO_ROUNDING)
+    new_optimizer = make_optimizer(stage, two_named_groups(Net(seed=1)), cls, **{**kwargs, "lr": 9.0})
+    load_full_state_dict(new_optimizer, on_one)
+    assert equal(full_state(new_optimizer), on_all)
 
 
-def to_plain_and_back(rank, stage):
-    """Two steps in the stage, one in plain torch, two in a new instance of the stage: as five in plain torch."""
-    pair = Pair(rank, stage, **ADAMW)
-    plain = Replicated(rank, **ADAMW)
-    pair.train(0, 1)
-    plain.optimizer.load_state_dict(full(pair.optimizer))
-    plain.model.load_state_dict(pair.model.state_dict())
-    for replicated in (plain, pair.replicated):
-        replicated.step(2)
-    model = copy.deepcopy(plain.model)
-    optimizer = optimizer_of(stage)(trainable(model), lr=1.0)
-    is_first = dist.get_rank(optimizer.process_group) == 0
-    load_full_state_dict(optimizer, plain.optimizer.state_dict() if is_first else {})
-    assert optimizer.param_groups[0]["lr"] == ADAMW["lr"]
-    pair.model, pair.optimizer, pair.models = model, optimizer, (model, pair.replicated.model)
-    pair.train(3, 4)
-    pair.assert_same()
+@on_ranks(3, stage=SHARDED, saved=[F32, BF16, FP16])
+def test_what_is_saved_is_loaded_to_the_bit_with_any_dtype(rank, stage, saved, tmp_path):
+    """Load files, load a dict, and move. Main parameters of 16-bit parameters travel in fp32, and are never rounded."""
+    def make(seed, dtype, **kwargs):
+        return make_run(rank, stage, seed=seed, dtype=dtype, cls=torch.optim.SGD, **kwargs)
 
-
-@on_ranks(2, 3, stage=STAGES)
-def test_a_run_goes_on_in_plain_torch_and_back(rank, stage):
-    to_plain_and_back(rank, stage)
-
-
-@on_ranks(3, stage=SHARDED, saved=[F, B, H])
-def test_what_is_saved_is_loaded_to_the_bit_with_any_dtype_and_bucket_size(rank, stage, saved, tmp_path):
-    """By files, by a dict, by a move. Main parameters of 16-bit ones travel in fp32: nothing else rounds them."""
     path = tmp_path / f"{stage}{saved}"
-    model, optimizer = a_run(rank, stage, dtype=saved, cls=torch.optim.SGD, lr=1e-3, momentum=0.9, steps=3)
+    model, optimizer = make(0, saved, lr=1e-3, momentum=0.9, steps=3)
     checkpoint.save(path, model, optimizer)
-    found = full(optimizer)
-    precise = [found["state"].get(index, {}).get("main_param", param.detach().float())
-               for index, param in enumerate(model.parameters())]
-    for dtype in (F, B):
-        sizes = {"bucket_cap_mb": 0.0006} if stage == STAGES[3] else {}
-        its_model, its_optimizer = a_run(rank, stage, seed=1, dtype=dtype, cls=torch.optim.SGD, momentum=0.1, **sizes)
-        checkpoint.load(path, its_model, its_optimizer)
-        assert equal([*its_model.parameters()], [value.to(dtype) for value in precise])
-        for index, entries in full(its_optimizer)["state"].items():
-            assert equal(entries.get("main_param", precise[index]), precise[index])
-            assert equal(entries["momentum_buffer"], found["state"][index]["momentum_buffer"])
-    by_dict = a_run(rank, stage, seed=1, dtype=saved, cls=torch.optim.SGD, momentum=0.1)
-    by_dict[0].load_state_dict(model.state_dict())
-    load_full_state_dict(by_dict[1], found)
+    state_dict = full_state(optimizer)
+    state_dict_before = copy.deepcopy(state_dict)
+    main_params = []  # of each parameter its value in fp32
+    for index, param in enumerate(model.parameters()):
+        entries = state_dict["state"].get(index, {})
+        main_params.append(entries.get("main_param", param.detach().float()))
+
+    for dtype in (F32, BF16):
+        new_model, new_optimizer = make(1, dtype, momentum=0.1)
+        checkpoint.load(path, new_model, new_optimizer)
+        assert equal([*new_model.parameters()], [value.to(dtype) for value in main_params])
+        for index, entries in full_state(new_optimizer)["state"].items():
+            assert equal(entries.get("main_param", main_params[index]), main_params[index])
+            assert equal(entries["momentum_buffer"], state_dict["state"][index]["momentum_buffer"])
+
+    new_model, new_optimizer = make(1, saved, momentum=0.1)
+    new_model.load_state_dict(model.state_dict())
+    load_full_state_dict(new_optimizer, state_dict)
     reshard(optimizer, None)
-    for run in ((model, optimizer), by_dict):
-        assert equal(full(run[1]), found)
+    for run in ((model, optimizer), (new_model, new_optimizer)):
+        assert equal(full_state(run[1]), state_dict)
         train(rank, *run, (3, 4))
-    assert equal(weights(model), weights(by_dict[0])) and equal(full(optimizer), full(by_dict[1]))
-
-
-@on_ranks(1)
-def test_what_was_loaded_is_not_changed_in_the_dict_that_it_came_from(rank):
-    """So a run can go back twice. Ranks that are sent a state have a copy anyhow."""
-    model, optimizer = a_run(rank, STAGES[3], lr=torch.tensor(0.5), steps=1)
-    state_dict = full_state_dict(optimizer)
-    before = copy.deepcopy(state_dict)
-    load_full_state_dict(optimizer, state_dict)
-    optimizer.param_groups[0]["lr"].fill_(9)
-    train(rank, model, optimizer, (1,))
-    assert equal(state_dict, before)
+    assert equal(model.state_dict(), new_model.state_dict())
+    assert equal(full_state(optimizer), full_state(new_optimizer))
+    assert equal(state_dict, state_dict_before)  # a run may go back to it a second time
 
 
 @on_ranks(2, stage=SHARDED)
 def test_a_state_that_one_rank_has_cleared_is_not_put_together(rank, stage):
-    _, optimizer = small(rank, stage, torch.nn.Linear(40, 40))
+    layer = torch.nn.Linear(40, 40)  # each rank has a part of the weight
+    optimizer = make_optimizer(stage, layer.parameters())
+    layer(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
     if rank.number == 1:
         optimizer.optimizer.state.clear()
-    line = error_of(lambda: full(optimizer))
+    line = error_of(lambda: full_state(optimizer))
     assert "elements only: some ranks have stepped it and others not, or cleared it" in line
 
 
@@ -117,73 +98,72 @@ def test_a_state_that_one_rank_has_cleared_is_not_put_together(rank, stage):
 
 @on_ranks(4, stage=SHARDED, name=OPTIMIZERS)
 def test_a_live_optimizer_moves_to_other_ranks(rank, stage, name):
-    """4 -> 2 -> 3 -> 4 ranks. With a scheduler, whose optimizer stays the same object."""
+    """Move from 4 ranks to 2, 3 and 4. A scheduler stays, because its optimizer stays the same object.
+
+    A move between backward() and step() is refused. A rank outside keeps a gradient, which later steps must not count.
+    """
     cls, kwargs = OPTIMIZERS[name]
-    runs = [a_run(rank, its, cls=cls, **kwargs) for its in (None, stage)]
-    (plain, plain_optimizer), (model, optimizer) = runs
-    schedulers = [torch.optim.lr_scheduler.StepLR(its, 1, gamma=0.9) for its in (plain_optimizer, optimizer)]
-    for turn, ranks in enumerate([range(4), [1, 3], [0, 1, 2], range(4)]):
-        if turn:
-            reshard(optimizer, None if len(ranks) == 4 else dist.new_group([*ranks]))
-        for its, scheduler in zip(runs, schedulers):
-            if its[0] is plain or rank.number in ranks:
-                train(rank, *its, (2 * turn, 2 * turn + 1))
-            scheduler.step()
+    plain_model, plain_optimizer = make_run(rank, None, cls=cls, **kwargs)
+    model, optimizer = make_run(rank, stage, cls=cls, **kwargs)
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, 1, gamma=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    for number, ranks in enumerate([[0, 1, 2, 3], [1, 3], [0, 1, 2], [0, 1, 2, 3]]):
+        reshard(optimizer, dist.new_group(ranks))
+        steps = 2 * number, 2 * number + 1
+        train(rank, plain_model, plain_optimizer, steps)
+        plain_scheduler.step()
         if rank.number in ranks:
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(plain_optimizer.param_groups[0]["lr"])
-            assert close(weights(model), weights(plain))
+            train(rank, model, optimizer, steps)
+            torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), **UP_TO_ROUNDING)
         else:
             assert "in no process group since reshard" in error_of(lambda: train(rank, model, optimizer, [0]))
-            model.zero_grad()
-        dist.barrier()
+        scheduler.step()
+        loss_of(model, *batch(7, 0)).backward()
+        assert "between backward() and step()" in error_of(lambda: reshard(optimizer, None))
+        if rank.number in ranks:
+            optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(plain_optimizer.param_groups[0]["lr"])
 
 
-@on_ranks(3, stage=SHARDED)
-def test_gradients_are_not_lost_by_moving(rank, stage):
-    """Not those of backward(), on whichever rank. A rank that was outside steps with those of the next pass only."""
-    (model, optimizer), (plain, plain_optimizer) = a_run(rank, stage, **ADAMW), a_run(rank, None, **ADAMW)
-    reshard(optimizer, dist.new_group([0, 1]))
-    loss_of(model, *batch(7, 0)).backward()
-    assert "between backward() and step()" in error_of(lambda: reshard(optimizer, None))
-    optimizer.zero_grad()
-    if optimizer.rank < 0:
-        loss_of(model, *batch(8, 0)).backward()
-    reshard(optimizer, None)
-    train(rank, model, optimizer, range(2))
-    train(rank, plain, plain_optimizer, range(2))
-    assert_same(model, plain, exact=False)
+MOVES = {  # name -> (the groups that ranks 0, 1 and 2 pass, words of the error)
+    "another on a member": (["first two", "outside", "outside"], "on each of its ranks"),
+    "no member": (["outside", "outside", "outside"], "on each of its ranks"),
+    "destroyed": (["first two", "first two", "outside"], "not registered|rank . is not"),
+    "no group on one": (["all", "all", "a number"], "must be a ProcessGroup, such as .*, not a int"),
+}
 
 
-# Of each of three ranks: which group it moves to, see the test.
-ELSEWHERE = {"not on a member": "011", "another on a member": "0a0", "destroyed": "000", "no group on one": "aa7",
-             "none": "111", "from several": "aaa"}
-
-
-@on_ranks(3, stage=SHARDED, what=ELSEWHERE)
-def test_a_move_to_different_groups_or_from_several_is_refused_on_every_rank(rank, stage, what):
-    """Nobody waits for a rank that is elsewhere, and nothing is lost."""
-    groups = {"0": dist.new_group([0, 1]), "1": dist.GroupMember.NON_GROUP_MEMBER, "a": None, "7": 7}
-    last = dist.new_group([2])
-    here = last if rank.number == 2 else groups["0"]
-    group = groups[ELSEWHERE[what][rank.number]]
-    model, optimizer = a_run(rank, stage, here if what == "from several" else None, **ADAMW, steps=1)
-    if what == "destroyed" and rank.number < 2:
+@on_ranks(3, stage=SHARDED, name=MOVES)
+def test_a_move_to_different_groups_is_refused_on_every_rank(rank, stage, name):
+    """No rank waits for a rank that is elsewhere, and nothing is lost."""
+    groups = {"first two": dist.new_group([0, 1]), "outside": dist.GroupMember.NON_GROUP_MEMBER, "all": None,
+              "a number": 7}
+    group_names, words = MOVES[name]
+    group = groups[group_names[rank.number]]
+    model, optimizer = make_run(rank, stage, steps=1)
+    if name == "destroyed" and rank.number < 2:
         dist.destroy_process_group(group)
-    why = {"from several": "of several", "no group on one": "must be a ProcessGroup, such as .*, not a int"}.get(what)
     with nothing_changes(model, optimizer):
         line = error_of(lambda: reshard(optimizer, group))
-        assert re.search(why or "on each of its ranks|not registered|rank . is not", line), line
+        assert re.search(words, line), line
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_move_from_several_groups_is_refused(rank, stage):
+    """Each of the groups may have trained something else."""
+    own_group, _ = dist.new_subgroups(group_size=1)
+    _, optimizer = make_run(rank, stage, own_group)
+    assert "reshard() of several process groups" in error_of(lambda: reshard(optimizer, None))
 
 
 @on_ranks(3, stage=SHARDED)
 def test_who_is_outside_has_no_part_in_the_state(rank, stage, tmp_path):
-    """Nor in a group that the others have added meanwhile."""
-    model, optimizer = small(rank, stage)
+    """A rank outside can neither save nor read the state. The others may not add a group of parameters meanwhile."""
+    model, optimizer = make_run(rank, stage, steps=1)
     reshard(optimizer, dist.new_group([0, 2]))
     if rank.number == 1:
-        for call in (lambda: checkpoint.save(tmp_path / "one", model, optimizer), lambda: full(optimizer)):
-            assert "in no process group since reshard" in error_of(call)
-        assert full_state_dict(optimizer) == {}
+        line = error_of(lambda: checkpoint.save(tmp_path / "one", model, optimizer))
+        assert "in no process group since reshard" in line and full_state_dict(optimizer) == {}
     else:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
     assert "different parameter groups" in error_of(lambda: reshard(optimizer, None))
@@ -191,9 +171,10 @@ def test_who_is_outside_has_no_part_in_the_state(rank, stage, tmp_path):
 
 @on_ranks(2)
 def test_whole_parameters_and_dtensors_stay_where_they_are(rank):
-    weight = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    alone = [dist.new_group([number]) for number in range(2)][rank.number]
-    of_dtensors = optimizer_of(STAGES[3])([torch.nn.Parameter(weight)], process_group=alone)
-    for optimizer in (of_dtensors, a_run(rank, None)[1], a_run(rank, STAGES[1])[1]):
+    mesh = mesh_of("cpu", (1, 2), ("dp", "tp"))
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
+    of_dtensors = make_optimizer(STAGE_4, [weight], process_group=mesh["dp"].get_group())
+    _, of_whole_params = make_run(rank, STAGE_2)
+    for optimizer in (of_dtensors, of_whole_params):
         line = error_of(lambda: reshard(optimizer, None), TypeError)
         assert "moves optimizers of stages 3 and 4 without DTensors" in line

@@ -2,10 +2,9 @@
 
 import contextlib
 import copy
-import gc
+import itertools
 import re
 import threading
-import weakref
 from concurrent.futures import wait
 from datetime import timedelta
 from unittest import mock
@@ -16,14 +15,21 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from checkpoint import files, full_state, ranks, reshard, storage
-from tests.checkpoint import SHARDED, a_run, full_disk, small, train
-from tests.checkpoint.compare import equal, full, nothing_changes, said_by_all, weights
+from checkpoint import files, full_state, ranks, storage
+from harness import STAGE_4
+from tests.checkpoint import SHARDED, full_disk, make_run, train
+from tests.checkpoint.compare import equal, nothing_changes, said_by_all
+from tests.checkpoint.compare import full_state as full_state_of
 from tests.common import STAGES, error_of, on_ranks, situation
 
 
-def left_in(folder):
+def names_in(folder):
     return {path.name for path in folder.iterdir()}
+
+
+def on_rank(rank, number, context):
+    """Return `context` on the rank of this number, and a context that does nothing on the others."""
+    return context if rank.number == number else contextlib.nullcontext()
 
 
 # ----------------------------------------------------------------------------------------------------- behind training
@@ -31,186 +37,176 @@ def left_in(folder):
 
 @on_ranks(2, stage=[None, *STAGES])
 def test_an_asynchronous_save_keeps_what_was_there(rank, stage, tmp_path):
-    """Model, state, groups and `extra`. Meanwhile ranks may send each other their states. The next save waits."""
-    model, optimizer = a_run(rank, stage, lr=torch.tensor(0.5), steps=2)
+    """Change model, state, groups and `extra` before rank 1 writes, and put the full state together meanwhile.
+
+    The next save waits for this save.
+    """
+    model, optimizer = make_run(rank, stage, lr=torch.tensor(0.5), steps=2)
     path = tmp_path / f"{stage}"
-    let_go = threading.Event()
+    extra = {"average": torch.zeros(20)}
+    before = copy.deepcopy([model.state_dict(), full_state_of(optimizer)])
+    may_write = threading.Event()
     write = files.write
-    extra = {"step": 1, "average": torch.zeros(20)}
-    before = copy.deepcopy([weights(model), full(optimizer)])
-    if rank.number == 0:  # its thread waits for that of rank 1, in the group of the save
-        let_go.set()
-    with mock.patch.object(files, "write", lambda *args: (let_go.wait(30), write(*args))[1]):
+
+    def write_later(*args):
+        may_write.wait(30)
+        write(*args)
+
+    if rank.number == 0:
+        may_write.set()  # its thread waits for the thread of rank 1, in the group of the save
+    with mock.patch.object(files, "write", write_later):
         saving = checkpoint.save(path, model, optimizer, extra, asynchronous=True)
         extra["average"].fill_(7)
         optimizer.param_groups[0]["lr"].fill_(9)
         train(rank, model, optimizer, (2, 3))
-        full(optimizer)
+        full_state_of(optimizer)
         assert not path.exists()
-        threading.Timer(0.1, let_go.set).start()
+        threading.Timer(0.1, may_write.set).start()
         line = error_of(lambda: checkpoint.save(path, model, optimizer))
     assert line.endswith("exists already") and saving.result() is None
-    again = a_run(rank, stage, seed=1, lr=torch.tensor(0.1))
-    assert equal(checkpoint.load(path, *again), {"step": 1, "average": torch.zeros(20)})
-    assert equal([weights(again[0]), full(again[1])], before)
+    new_model, new_optimizer = make_run(rank, stage, seed=1, lr=torch.tensor(0.1))
+    assert equal(checkpoint.load(path, new_model, new_optimizer), {"average": torch.zeros(20)})
+    assert equal([new_model.state_dict(), full_state_of(new_optimizer)], before)
 
 
 @on_ranks(2, stage=STAGES)
 def test_a_failed_asynchronous_save_is_printed_and_told_by_the_next(rank, stage, tmp_path):
-    """On rank 1 the disk is full. Rank 0 alone asks how the second save went, and the third save tells the others."""
-    model, optimizer = small(rank, stage)
+    """On rank 1 the disk is full. Rank 0 alone asks how the save went, and the next save tells the others."""
+    run = make_run(rank, stage, steps=1)
     folder = tmp_path / stage
-    full_there = mock.patch.object(storage.SummedFile, "write", side_effect=OSError(28, "No space left on device"))
-    for name in ("one", "two"):
-        with full_there if rank.number == 1 else contextlib.nullcontext(), mock.patch("sys.stderr.write") as printed:
-            saving = checkpoint.save(folder / name, model, optimizer, asynchronous=True)
-            wait([saving])
-        words = f"{name} can't be written: rank 1: No space left on device"
-        assert printed.call_args_list[0][0][0].endswith(words)
-        if name == "two" and rank.number == 0:
-            assert error_of(saving.result).endswith(words)
-        assert said_by_all(error_of(lambda: checkpoint.save(folder / "none", model, optimizer))).endswith(words)
-    checkpoint.save(folder / "three", model, optimizer, asynchronous=True).result()
-    checkpoint.save(folder / "four", model, optimizer)
-    assert left_in(folder) == {"three", "four"}
-
-
-@on_ranks(2, stage=SHARDED)
-def test_new_process_groups_and_optimizers_leave_nothing_behind(rank, stage, tmp_path):
-    """Neither groups and threads nor tensors: one Saver serves the same ranks, whichever group they come in."""
-    numbers = set()
-    for turn in range(3):
-        model, optimizer = small(rank, stage)
-        group = dist.new_group([0, 1])
-        reshard(optimizer, group)
-        future = checkpoint.save(tmp_path / f"{stage}{turn}", model, optimizer, asynchronous=True)
-        future.result()
-        kept = weakref.ref(model[0].weight)
-        reshard(optimizer, None)
-        dist.destroy_process_group(group)
-        del model, optimizer, future
-        gc.collect()
-        assert kept() is None
-        numbers.add((len(dist.distributed_c10d._world.pg_names), threading.active_count()))
-    assert len(numbers) == 1
+    no_space = OSError(28, "No space left on device")
+    fails = mock.patch.object(storage.SummedFile, "write", side_effect=no_space)
+    with on_rank(rank, 1, fails), mock.patch("sys.stderr.write") as print_error:
+        saving = checkpoint.save(folder / "first", *run, asynchronous=True)
+        wait([saving])
+    words = "first can't be written: rank 1: No space left on device"
+    assert print_error.call_args_list[0].args[0].endswith(words)
+    if rank.number == 0:
+        assert error_of(saving.result).endswith(words)
+    line = said_by_all(error_of(lambda: checkpoint.save(folder / "never", *run)))
+    assert line.endswith(words)
+    checkpoint.save(folder / "third", *run)
+    assert names_in(folder) == {"third"}
 
 
 @on_ranks(3)
 def test_ranks_in_unlike_numbers_of_groups_save_together(rank, tmp_path):
-    """torch names the group of some ranks after the number of groups that each is in, and would wait forever."""
+    """torch names a group after the number of groups that a rank is in, so these ranks would wait forever.
+
+    On more ranks than have saved, `load` returns what rank 0 has saved as `extra`.
+    """
     dist.new_group([1])
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
     if rank.number < 2:
-        run = small(rank, STAGES[3], process_group=group)
-        checkpoint.save(tmp_path / "one", *run, rank.number)
-        assert checkpoint.load(tmp_path / "one", *run) == rank.number
+        run = make_run(rank, STAGE_4, group)
+        checkpoint.save(tmp_path / "one", *run, f"rank {rank.number}")
+        assert checkpoint.load(tmp_path / "one", *run) == f"rank {rank.number}"
     dist.barrier()
+    assert checkpoint.load(tmp_path / "one", *make_run(rank, STAGE_4)) == "rank 0"
+
+
+@on_ranks(2)
+def test_new_groups_of_the_same_ranks_share_groups_and_a_thread_for_saving(rank):
+    savers = {ranks.saver_of(dist.new_group([0, 1])) for _ in range(2)}
+    assert len(savers) == 1
 
 
 # -------------------------------------------------------------------------- an error on one rank is an error on all
-# What save and load call, one after the other; what only rank 0 does stands apart.
+# What save and load call, a function of each phase. The functions of OF_RANK_0 run on rank 0 alone.
 
-OF_SAVE = [(files, "packed"), (files, "refuse_different"), (storage.SavePlanner, "create_local_plan"),
-           (storage.Writer, "write_data"), (storage.SummedFile, "write")]
+OF_SAVE = [(files, "packed"), (files, "refuse_different"), (storage.Writer, "write_data")]
 OF_RANK_0 = [(storage.Writer, "finish"), (files, "finish")]
-OF_LOAD = [(storage, "checksum_of_folder"), (storage, "check_boxes"), (files, "memory_for"),
-           (storage.LoadPlanner, "create_local_plan"), (storage.Reader, "read_data"), (storage, "unpickled"),
+OF_LOAD = [(storage, "checksum_of_folder"), (files, "memory_for"), (storage.Reader, "read_data"),
            (files, "groups_to_load")]
 ERRORS = [MemoryError("too little memory"), ValueError("embedded null byte"), KeyError("nobody thought of it"),
           RuntimeError("several\nlines")]
 
 
-@on_ranks(2, case=[(None, 1), (STAGES[3], 0), (STAGES[3], 1)])
-def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, case, tmp_path):
-    """Nobody waits for a time-out, whose line would be another."""
-    stage, bad_rank = case
-    model, optimizer = a_run(rank, stage, steps=1)
-    path = tmp_path / f"{stage}{bad_rank}" / "one"
+@on_ranks(2, bad_rank=[0, 1])
+def test_whatever_goes_wrong_on_one_rank_in_any_phase_is_one_line_on_all(rank, bad_rank, tmp_path):
+    """No rank waits for a time-out, whose line would be another."""
+    model, optimizer = make_run(rank, STAGE_4, steps=1)
+    path = tmp_path / f"{bad_rank}" / "one"
 
     def line_of(call, module, name, error):
+        """Call `call` while the function `name` raises `error` on one rank. Return the error of all ranks."""
         fails = mock.patch.object(module, name, side_effect=error)
-        with situation(name), fails if rank.number == bad_rank else contextlib.nullcontext():
+        with situation(name), on_rank(rank, bad_rank, fails):
             return said_by_all(error_of(call, checkpoint.CheckpointError))
 
-    of_rank = [] if stage is None else OF_SAVE  # of a plain optimizer, rank 0 writes everything
-    for number, (module, name) in enumerate(of_rank + OF_RANK_0 * (bad_rank == 0)):
-        line = line_of(lambda: checkpoint.save(path, model, optimizer, asynchronous=number % 2 == 1).result(),
-                       module, name, ERRORS[number % len(ERRORS)])
+    phases = [*OF_SAVE, *OF_RANK_0] if bad_rank == 0 else OF_SAVE
+    for (module, name), error in zip(phases, itertools.cycle(ERRORS)):
+        line = line_of(lambda: checkpoint.save(path, model, optimizer), module, name, error)
         assert line.startswith(f"checkpoint {path} can't be written: "), name
         dist.barrier()
-        assert not path.parent.exists() or not left_in(path.parent), name
+        assert not path.parent.exists() or not names_in(path.parent), name
     checkpoint.save(path, model, optimizer)
-    train(rank, model, optimizer, range(1, 2))
-    for number, (module, name) in enumerate(OF_LOAD):
+    train(rank, model, optimizer, [1])
+    for (module, name), error in zip(OF_LOAD, ERRORS):
         with nothing_changes(model, optimizer):
-            line = line_of(lambda: checkpoint.load(path, model, optimizer), module, name, ERRORS[number % len(ERRORS)])
+            line = line_of(lambda: checkpoint.load(path, model, optimizer), module, name, error)
         assert line.startswith(f"checkpoint {path} can't be loaded: rank {bad_rank}: "), line
     checkpoint.load(path, model, optimizer)
-    if stage:
-        found = full(optimizer)
-        with nothing_changes(model, optimizer):
-            line = line_of(lambda: full(optimizer), full_state, "own_state_dict", ERRORS[0])
-            assert line == f"the state can't be put together: rank {bad_rank}: too little memory"
-            line = line_of(lambda: checkpoint.load_full_state_dict(optimizer, found), full_state, "loaded_value",
-                           ERRORS[0])
-            assert line == f"the state can't be loaded: rank {bad_rank}: too little memory"
+
+    state_dict = full_state_of(optimizer)
+    with nothing_changes(model, optimizer):
+        line = line_of(lambda: full_state_of(optimizer), full_state, "own_state_dict", ERRORS[0])
+        assert line == f"the state can't be put together: rank {bad_rank}: too little memory"
+        line = line_of(lambda: checkpoint.load_full_state_dict(optimizer, state_dict), full_state, "loaded_value",
+                       ERRORS[0])
+        assert line == f"the state can't be loaded: rank {bad_rank}: too little memory"
 
 
 @on_ranks(2)
 def test_an_interrupt_in_a_save_stays_one(rank, tmp_path):
-    """Ctrl-C comes to rank 0; the others say so; nothing is left; the next save works."""
-    run = small(rank, STAGES[3])
+    """Ctrl-C comes to rank 0, and rank 1 raises an error. Nothing is left, and the next save works."""
+    run = make_run(rank, STAGE_4)
     interrupt = mock.patch.object(storage.Writer, "write_data", side_effect=KeyboardInterrupt)
-    kind = checkpoint.CheckpointError if rank.number else KeyboardInterrupt
-    with contextlib.nullcontext() if rank.number else interrupt, pytest.raises(kind):
+    kind = KeyboardInterrupt if rank.number == 0 else checkpoint.CheckpointError
+    with on_rank(rank, 0, interrupt), pytest.raises(kind):
         checkpoint.save(tmp_path / "one", *run)
     dist.barrier()
-    assert not left_in(tmp_path)
+    assert not names_in(tmp_path)
     dist.barrier()
     checkpoint.save(tmp_path / "one", *run)
 
 
 @on_ranks(2, stage=SHARDED)
 def test_a_place_that_cannot_be_written_is_one_line_and_nothing_is_left(rank, stage, tmp_path):
-    """A full disk on the last rank; a file for a folder; a folder for each rank; a path for each rank."""
-    model, optimizer = a_run(rank, stage, steps=2)
+    """The disk of rank 1 is full; rank 0 doesn't see the files of another host; each rank has a path of its own."""
+    model, optimizer = make_run(rank, stage, steps=2)
     folder = tmp_path / stage
-    own = folder / str(rank.number)
-    own.mkdir(parents=True)
-    (folder / "file").touch()
-    there = mock.patch.object(files.Path, "is_file", return_value=False)  # of another host
-    for path, words, situation_of_rank in (
-            (folder / "full" / "one", "rank 1: File too large", full_disk(1000) if rank.number else None),
-            (folder / "elsewhere", "of another rank isn't here: all need the same folder", there),
-            (folder / "file" / "one", "Not a directory", None), (own.parent, "it exists already", None),
-            (folder / f"at-{rank.number}", "the path is .*at-1 on rank 1, and .*at-0 on rank 0: all ranks must", None)):
-        with situation(path), nothing_changes(model, optimizer), situation_of_rank or contextlib.nullcontext():
-            line = error_of(lambda: checkpoint.save(path, model, optimizer))
+    folder.mkdir(exist_ok=True)
+    full = on_rank(rank, 1, full_disk(1000))
+    elsewhere = mock.patch.object(files.Path, "is_file", return_value=False)
+    for name, context, words in (
+            ("full", full, "rank 1: File too large"),
+            ("elsewhere", elsewhere, "of another rank isn't here: all need the same folder"),
+            (f"at-{rank.number}", contextlib.nullcontext(), "the path is .*at-1 on rank 1, and .*at-0 on rank 0")):
+        with situation(name), nothing_changes(model, optimizer), context:
+            line = error_of(lambda: checkpoint.save(folder / name, model, optimizer))
             assert re.search(f"can't be written.*{words}", line), line
     dist.barrier()
-    assert left_in(folder) == {"0", "1", "file", "full"} and not left_in(folder / "full")
-    train(rank, model, optimizer, (2,))
+    assert not names_in(folder)
 
 
 @on_ranks(2, stage=SHARDED)
 def test_what_would_not_be_loaded_again_is_not_saved(rank, stage, tmp_path):
-    """Another model on each rank, or of another optimizer; `extra` or a group that no load would read."""
+    """Save the optimizer of another model; an `extra` or a parameter group that no load would read."""
     folder = tmp_path / stage
-    model, optimizer = small(rank, stage)
+    model, optimizer = make_run(rank, stage)
 
     def refusal(*run_and_extra):
         return said_by_all(error_of(lambda: checkpoint.save(folder / "one", *run_and_extra)))
 
-    other = torch.nn.Linear(3 + rank.number, 3)
-    line = refusal(other, torch.optim.AdamW(other.parameters()))
-    assert "weight is a tensor of shape (3, 4) on rank 1, and a tensor of shape (3, 3) on rank 0: all ranks" in line
-    assert "has a parameter or state of shape (7, 7), which isn't the model's" in refusal(other, optimizer)
-    extra = np.zeros(2) if rank.number else {"step": 1}
+    line = refusal(torch.nn.Linear(3, 3), optimizer)
+    assert "has a parameter or state of shape (), which isn't the model's" in line
+    extra = np.zeros(2) if rank.number == 1 else {"step": 1}
     assert "rank 1: load() can't read extra.1 again: it holds numpy" in refusal(model, optimizer, extra)
     optimizer.param_groups[0]["mine"] = tmp_path
     assert "can't read optimizer.param_groups.0.mine again: it holds pathlib" in refusal(model, optimizer)
     dist.barrier()
-    assert not left_in(folder)
+    assert not names_in(folder)
 
 
 def test_a_line_of_an_error_can_be_printed():

@@ -4,7 +4,6 @@ A sample is a ```diff from a program with DDP to a sharded one. In each step bot
 which must agree.
 """
 
-import functools
 import importlib.util
 import re
 import shutil
@@ -34,34 +33,33 @@ def program(sample, kind):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Give `run(code, folder, n_ranks)`: it runs a program in that folder, and returns what it printed in each step.
+def home(tmp_path_factory):
+    """Give a folder in which programs find this project and tiny.py.
 
-    `run.with_ddp(sample)` returns that of the sample's program with DDP, which is run only once. Ranks are forked from
-    a process that has imported the libraries, because importing takes seconds.
+    Ranks are forked from a process that has imported the libraries, because importing takes seconds.
     """
     home = tmp_path_factory.mktemp("home")
     for path in [*(ROOT / name for name in [*STAGES, "guard", "checkpoint"]), ROOT / "tests/frameworks/tiny.py"]:
         (home / path.name).symlink_to(path)
-
-    def run(code, folder, n_ranks=2):
-        (home / "program.py").write_text(code)
-        ranks = run_ranks(n_ranks, home / "program.py", home / folder, cwd=home)
-        assert all(ended.code == 0 for ended in ranks), [ended.stderr[-3000:] for ended in ranks]
-        lines = re.findall(r"^loss (.*)$", ranks[0].stdout, re.MULTILINE)
-        return [tuple(map(float, line.split())) for line in lines]
-
-    run.home, run.with_ddp = home, functools.cache(lambda sample: run(program(sample, "-"), f"{sample} ddp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         server = forkserver.ForkServer()
         server.set_forkserver_preload(["torch._dynamo", *IMPORTED])
         patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
-        yield run
+        yield home
         server._stop()
 
 
-def close(figures, expected, rel=1e-6):
+def run(home, code, folder, n_ranks=2):
+    """Run a program, which saves in this folder of `home`. Return the figures that it printed in each step."""
+    (home / "program.py").write_text(code)
+    ranks = run_ranks(n_ranks, home / "program.py", home / folder, cwd=home)
+    assert all(ended.code == 0 for ended in ranks), [ended.stderr[-3000:] for ended in ranks]
+    lines = re.findall(r"^loss (.*)$", ranks[0].stdout, re.MULTILINE)
+    return [tuple(map(float, line.split())) for line in lines]
+
+
+def are_close(figures, expected, rel=1e-6):
     return figures == [pytest.approx(step, rel=rel) for step in expected] and len(expected) > 1
 
 
@@ -72,27 +70,24 @@ def remove_last_checkpoints(folder):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_a_sample_trains_as_with_ddp(run, sample):
-    """Train on two ranks; if the sample saves, resume in the middle on three ranks."""
-    assert len(SAMPLES) == 6 and program(sample, "+") != program(sample, "-")
-    ddp, folder = run.with_ddp(sample), f"{sample} sharded"
-    sharded = run(program(sample, "+"), folder)
-    assert close(sharded, ddp)
+def test_a_sample_trains_as_with_ddp(home, sample):
+    """Train on two ranks; if the sample saves, resume in the middle on three ranks.
+
+    tests/stages/test_wrappers.py has wrappers of the same kinds in every stage.
+    """
+    with_ddp, sharded = program(sample, "-"), program(sample, "+")
+    assert len(SAMPLES) == 6 and with_ddp != sharded
+    of_ddp = run(home, with_ddp, f"ddp {sample}")
+    of_sharded = run(home, sharded, sample)
+    assert are_close(of_sharded, of_ddp)
     if sample.startswith("The shortest way"):
-        assert sharded == ddp
+        assert of_sharded == of_ddp
     if sample in RESUMES:
-        remove_last_checkpoints(run.home / folder)
+        remove_last_checkpoints(home / sample)
         if sample == "Lightning":  # it begins with the first batch again, so DDP must resume, too
-            remove_last_checkpoints(run.home / f"{sample} ddp")
-            ddp = ddp + run(program(sample, "-"), f"{sample} ddp")
-        resumed = run(program(sample, "+"), folder, n_ranks=3)
-        half = len(sharded) // 2
-        assert close(resumed[-half:], ddp[-half:], rel=1e-5) and len(resumed) in (half, 2 * half)
-
-
-@pytest.mark.parametrize("stage", STAGES[:3])
-@pytest.mark.parametrize("sample", [*RESUMES, "PEFT"])
-def test_a_sample_trains_as_with_ddp_in_the_other_stages(run, sample, stage):
-    lines = program(sample, "+").replace("stage4_overlap", stage).splitlines(keepends=True)
-    code = "".join(line for line in lines if "prefetch_params" not in line)
-    assert close(run(code, f"{sample} {stage}"), run.with_ddp(sample))
+            remove_last_checkpoints(home / f"ddp {sample}")
+            of_ddp = run(home, with_ddp, f"ddp {sample}")
+        resumed = run(home, sharded, sample, n_ranks=3)
+        half = len(of_sharded) // 2
+        assert len(resumed) in (half, 2 * half)
+        assert are_close(resumed[-half:], of_ddp[-half:], rel=1e-5)

@@ -35,10 +35,10 @@ def tokens_of(step):  # this rank's share of the batch
     return torch.stack([Text()[start + i]["input_ids"] for i in range(size)])
 
 
-def print_mean(step, loss, *figures):
+def print_mean(step, loss):
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
-        print("loss", step, loss.item() / N_RANKS, *figures)
+        print("loss", step, loss.item() / N_RANKS)
 
 
 def disconnect():

@@ -1,9 +1,8 @@
-"""make bench WHAT=cuda: on the CPU with a tiny model, and what it says and what is known of it without a GPU."""
+"""make bench WHAT=cuda, and what else a GPU needs, on a machine that has none."""
 
 import contextlib
 import functools
 import importlib
-import itertools
 import sys
 from unittest import mock
 
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(tmp_path / "cuda.json")])
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--json", str(tmp_path / "cuda.json")])
     gpu_step.main()
     assert capsys.readouterr().out == "cuda: there is no GPU here: nothing was measured\n"
     assert not (tmp_path / "cuda.json").exists()
@@ -31,23 +30,25 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
 
 @one_rank_of(4)
 def test_ranks_agree_on_the_device_of_the_parameters(monkeypatch):
-    """Of a group made as "nccl"; on a machine with a GPU and without a name; by both names."""
-    refuse, devices = importlib.import_module("guard.refuse"), []
-    configs = ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"]
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: configs[len(devices)])
-    monkeypatch.setattr(refuse, "agree", lambda error, lines, group, device: devices.append((error, str(device))))
-    monkeypatch.setattr(refuse, "check_memory", lambda named, takes_channels_last: None)  # fake tensors have none
-    with FakeTensorMode():
-        params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]
-        for _ in configs:
+    """The ranks agree on the GPU of the parameters if the group's first device is a GPU, or else on the CPU."""
+    refuse = importlib.import_module("guard.refuse")
+    expected = {"nccl": "cuda:1", "cuda:nccl": "cuda:1", "cpu:gloo,cuda:nccl": "cpu"}  # by the group's backend
+    for backend, device in expected.items():
+        agree = mock.Mock()
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+        monkeypatch.setattr(refuse, "agree", agree)
+        monkeypatch.setattr(refuse, "check_memory", mock.Mock())  # fake tensors have no memory
+        with FakeTensorMode():
+            params = [torch.nn.Parameter(torch.zeros(3, device="cuda:1"))]
             optimizer = mock.Mock(process_group=None, _agreement_group=None, average_over=None, _refuse=list,
                                   make_optimizer=functools.partial(torch.optim.SGD))
             refuse.checked_groups(optimizer, params, {})
-    assert devices == [(None, "cuda:1"), (None, "cuda:1"), (None, "cpu")]
+        error, _, _, agreed_device = agree.call_args.args
+        assert (error, str(agreed_device)) == (None, device)
 
 
 def test_a_collective_that_returns_no_work_is_counted(monkeypatch):
-    """A synchronous one of NCCL: it is in the stream's queue, and there is nothing to wait for."""
+    """A synchronous collective of NCCL returns no work: the ledger has nothing to wait for."""
     counted = ledger.Ledger()
     entry = ledger.Collective("all_reduce", 4, torch.float32, 2, "nccl", 4, 0.0)
     boxed = dist.Work().boxed()
@@ -55,43 +56,45 @@ def test_a_collective_that_returns_no_work_is_counted(monkeypatch):
     assert counted._watch(entry, boxed) is boxed and entry.completed_at > 0
 
 
-def test_every_way_sends_what_ddp_sends(monkeypatch):
-    """On the CPU, in place of a GPU's streams: which collectives are played, and of how many bytes."""
-    stream = mock.Mock(device=CPU)
-    sent, n_bytes = {}, sum(param.nbytes for param in GPT(MODELS["nano"]).parameters())
-    for name, played in (("Stream", lambda device: stream), ("stream", lambda stream: contextlib.nullcontext()),
-                         *((name, mock.Mock()) for name in ("_sleep", "synchronize", "current_stream"))):
+def test_every_row_sends_what_ddp_sends(monkeypatch):
+    """Play the collectives of all rows on the CPU, without streams, and count the bytes. Padding may add 3 %."""
+    for name, played in (("Stream", lambda device: mock.Mock(device=CPU)),
+                         ("stream", lambda stream: contextlib.nullcontext()), ("_sleep", mock.Mock()),
+                         ("synchronize", mock.Mock()), ("current_stream", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, played)
-    monkeypatch.setattr(torch.futures, "Future", lambda devices, Future=torch.futures.Future: Future())
-    monkeypatch.setattr(gpu_step, "SEQUENCE_LENGTH", 32)
-    monkeypatch.setattr(gpu_step, "cycles_per_s", lambda: 1e9)
-    seconds = itertools.count(1)
-    monkeypatch.setattr(gpu_step, "seconds_of", lambda function: (function(), next(seconds))[1])
+    cpu_future = torch.futures.Future
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: cpu_future())
+    for name, value in (("MODEL", "nano"), ("SEQUENCE_LENGTH", 32), ("ROUNDS", 1)):
+        monkeypatch.setattr(gpu_step, name, value)
+    sent = []
 
-    def profiled(training, link, batch):
-        link.carried.clear()
+    def recorded_by_profiler(training, link, batch):
+        link.carried = []
         training.step(batch)
         training.finish()
-        sent[len(sent)] = sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried)
-        return RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in ("forward", "backward", "step")], [], [])
-    monkeypatch.setattr(gpu_step, "profiled", profiled)
-    rows, _ = gpu_step.measure_overlap(CPU, "nano", n_rounds=1)
-    assert [row.name for row in rows] == list(gpu_step.builds(mock.Mock()))
-    alone, ddp, *others = sent.values()
+        sent.append(sum(ledger.wire_bytes(kind, size, 8, "nccl") for kind, size in link.carried))
+        return RecordedStep(0.0, 1.0, [(name, 0.0, 0.1) for name in gpu_step.PHASES], [], [])
+
+    monkeypatch.setattr(gpu_step, "recorded_by_profiler", recorded_by_profiler)
+    rows = gpu_step.measure_overlap(CPU)
+    alone, ddp, *others = sent
+    n_bytes = sum(param.nbytes for param in GPT(MODELS["nano"]).parameters())
     assert alone == 0 and ddp == 2 * n_bytes * 7 / 8
-    assert all(ddp <= other <= 1.03 * ddp for other in others), sent  # and padding
-    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_step.overlap_sheet(rows, "nano"))
+    assert len(others) == 5 and all(ddp <= other <= 1.03 * ddp for other in others), sent
+    assert "stage 4 overlap, no prefetch" in sheet_text(gpu_step.overlap_sheet(rows))
 
 
 def test_exposed_is_what_travels_while_no_kernel_computes():
-    """Three steps of 100 µs and a mark: 30 forward, 60 backward of which 50 computes, 10 update; 20 travel, 10 of them
-    beside the backward pass."""
+    """A step of 100 µs has 30 µs of forward, 60 of backward and 10 of update. A message travels from 70 to 90.
+
+    Kernels compute until 80, so 10 µs are exposed. The step is recorded four times.
+    """
     kernels = []
     for start in range(0, 400_000, 100_000):
-        kernels += [(name, start + 1000 * begins, start + 1000 * ends) for name, begins, ends in [
-            ("spin", 0, 1), ("gemm", 1, 30), ("spin", 30, 31), ("gemm", 31, 80), ("spin", 70, 90), ("spin", 90, 91),
-            ("adamw", 91, 100)]]
-    step = gpu_step.one_step(kernels, [("all_reduce", 8)] * 4)
+        for name, begins, ends in (("spin", 0, 1), ("gemm", 1, 30), ("spin", 30, 31), ("gemm", 31, 80),
+                                   ("spin", 70, 90), ("spin", 90, 91), ("adamw", 91, 100)):
+            kernels.append((name, start + 1000 * begins, start + 1000 * ends))
+    step = gpu_step.shown_step(kernels, [("all_reduce", 8)] * 4)
     assert step.seconds == pytest.approx(100e-6) and step.exposed_seconds == pytest.approx(10e-6)
     assert [name for name, *_ in step.phases] == ["forward", "backward", "step"]
-    assert [(one.kind, one.bytes) for one in step.communication] == [("all_reduce", 8)]
+    assert [(message.kind, message.bytes) for message in step.communication] == [("all_reduce", 8)]

@@ -1,9 +1,8 @@
-"""WHAT=network: two hosts that exist while it runs and not after it, however it ends; and no host where it can't."""
+"""make bench WHAT=network: two hosts that exist only while the program runs, and the tables of what a link allows."""
 
 import argparse
 import dataclasses
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,14 +25,14 @@ from tests.ranks import ROOT, hears_ctrl_c
 
 pytestmark = pytest.mark.waits
 
-NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2", "--rounds", "1", "--steps", "2"]
+NANO = ["--model", "nano", "--sequence-length", "16", "--batch-size", "2"]
 
 
 def can_make_hosts():
-    """Whether this machine lets us: root alone doesn't, in most containers."""
+    """Return whether this machine allows network namespaces: in most containers root alone isn't enough."""
     try:
         with Hosts("1gbit"):
-            return two_hosts.missing_requirement() is None
+            return True
     except OSError:
         return False
 
@@ -42,42 +41,31 @@ needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root, netwo
 
 
 def start(*args, **kwargs):
-    """Ahead of the ranks of other tests: each host has one core, on which every message would wait for theirs."""
+    """Start the program with priority over other tests, because each host has only one core."""
     command = ["nice", "-n", "-10", sys.executable, "-m", "harness.measuring.two_hosts", *args]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 
-def hosts(process=""):
-    """The namespaces that there are: of that number of a process, or of whoever."""
-    there = os.listdir("/run/netns") if Path("/run/netns").exists() else []
-    return sorted(name for name in there if f"-{process}" in name)
+def hosts_of(process):
+    """Return the namespaces that a process has made."""
+    folder = Path("/run/netns")
+    names = os.listdir(folder) if folder.exists() else []
+    return [name for name in names if f"-{process.pid}-" in name]
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Run the program at a rate of its own."""
+    """Run the program at a rate that no other test has."""
     path = tmp_path_factory.mktemp("results") / "network.json"
-    with start("--rate", "80mbit", *NANO, "--json", str(path)) as process:
+    with start("--rate", "80mbit", *NANO, "--rounds", "1", "--steps", "2", "--json", str(path)) as process:
         try:
             stdout, stderr = process.communicate(timeout=900)
         finally:
             process.kill()
     assert process.returncode == 0, stdout + stderr
-    assert not hosts(process.pid)
+    assert not hosts_of(process)
     assert "A link of 80 Mbit/s" in stdout
     return from_json(path.read_text())
-
-
-@needs_hosts
-def test_what_a_killed_run_has_left_is_gone_when_the_next_begins_and_its_own_when_it_ends():
-    ended, before = subprocess.Popen(["true"]), list(map(signal.getsignal, signal.valid_signals()))
-    ended.wait()
-    name = f"dopt-{ended.pid}-a"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    with two_hosts.Hosts("1gbit") as there:
-        assert name not in hosts() and set(there.names) <= set(hosts())
-    assert not set(there.names) & set(hosts())
-    assert list(map(signal.getsignal, signal.valid_signals())) == before  # some of which it ignores meanwhile
 
 
 @needs_hosts
@@ -101,27 +89,26 @@ def affinity(rank):
 
 @needs_hosts
 def test_hosts_are_as_the_conditions_say(report):
-    """As Linux says: a line of that rate, cubic whatever this machine has set, and no core that both have."""
+    """Ask Linux: the link has the rate, TCP is cubic whatever this machine has set, and the hosts share no core."""
     with Hosts("12mbit") as made, Workers(2, enter=made.enter) as workers:
-        cores = list(map(set, workers.run(affinity)))
+        cores, other_cores = workers.run(affinity)
         for host, (name, link) in enumerate(zip(made.names, made.links)):
             shown = two_hosts.run("tc", "-n", name, "qdisc", "show", "dev", link)
             assert "qdisc tbf" in shown and "rate 12Mbit" in shown
             assert "congctl cubic" in two_hosts.run("ip", "-n", name, "route", "get", two_hosts.ADDRESSES[1 - host])
-    assert cores[0] and cores[1] and (len(os.sched_getaffinity(0)) == 1 or not cores[0] & cores[1])
-    assert f"on 2 hosts of {len(cores[0])} core(s), TCP cubic" in report.conditions
+    assert len(os.sched_getaffinity(0)) == 1 or not cores & other_cores
+    assert f"on 2 hosts of {len(cores)} core(s), TCP cubic" in report.conditions
 
 
 @needs_hosts
 @pytest.mark.parametrize("number, n_signals", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
-    """Nor where somebody has no patience: a second signal comes while it cleans up, to all of its process group."""
-    process = start("--rate", "10mbit", *NANO[:6], "--rounds", "50", preexec_fn=hears_ctrl_c, start_new_session=True)
+    """Signals reach the whole process group. The second signal comes while the program cleans up."""
+    process = start("--rate", "10mbit", *NANO, "--rounds", "50", preexec_fn=hears_ctrl_c, start_new_session=True)
     try:
-        for line in iter(lambda: process.stderr.read(1), ""):
-            if line == "r":  # of "round" or "stage 1 …": the ranks are at work
-                break
-        assert len(hosts(process.pid)) == 2
+        while process.stderr.read(1) not in ("r", ""):  # the r of a row's name: the ranks are at work
+            pass
+        assert len(hosts_of(process)) == 2
         os.killpg(process.pid, number)
         for _ in range(n_signals - 1):
             threading.Event().wait(0.02)
@@ -129,37 +116,16 @@ def test_an_interrupted_run_leaves_nothing_behind(number, n_signals):
         process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode != 0 and not hosts(process.pid)
+    assert process.returncode != 0 and not hosts_of(process)
 
 
-def test_what_it_needs_is_said_in_one_line(tmp_path, monkeypatch):
-    """No iproute2 on the PATH; and iproute2, but no root."""
-    monkeypatch.setattr(sys, "argv", ["network", "--json", str(tmp_path / "network.json")])
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setenv("PATH", str(tmp_path))
+def test_what_it_needs_is_said_in_one_line(monkeypatch):
+    """There is no iproute2 on the PATH."""
+    monkeypatch.setattr(sys, "argv", ["network"])
+    monkeypatch.setattr(two_hosts, "exit_on_signals", lambda: None)  # the signals of this process stay as they are
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="^network: .*'ip': two hosts need Linux, iproute2, and root: sudo make bench"):
         two_hosts.main()
-    assert end.value.code == "network: ip and tc not found: install iproute2 (Linux only)"
-    monkeypatch.setattr(shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "need root" in two_hosts.missing_requirement()
-
-
-def test_the_curve_measures_the_rates_that_have_no_file(tmp_path, monkeypatch, capsys):
-    measured = []
-
-    def measure_rate(args):
-        measured.append((args.rate, args.rows, args.sweep, args.rounds, args.steps))
-        shutil.copy(ROOT / "results" / "network_2.5gbit.json", args.json)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "measured").mkdir()
-    shutil.copy(ROOT / "results" / "network_1gbit.json", "measured")
-    monkeypatch.setattr(two_hosts, "measure_rate", measure_rate)
-    monkeypatch.setattr(sys, "argv", ["network", "--curve", "1gbit,2.5gbit", "--rounds", "7"])
-    with pytest.raises(SystemExit) as end:
-        two_hosts.main()
-    assert end.value.code == 0 and measured == [("2.5gbit", "curve", True, 7, 4)]
-    printed = capsys.readouterr().out
-    assert "1gbit: in measured/network_1gbit.json already" in printed and "DDP, tuned buckets" in printed
 
 
 SETTINGS = Settings("nano", rounds=2, steps=3)
@@ -168,8 +134,8 @@ LINK = Link("300mbit", 3e8)
 
 
 def rows_of(*timed):
-    """Make Rows of (RowId, ms by round); no time is a row that failed. The bytes of each take 100 ms on LINK."""
-    examined = Examined(0.0, 1.0, {"send": 3}, 0, 3_750_000, {"peak": 5e6}, 12.0, 12.0)
+    """Make Rows of (RowId, ms by round). A row without ms has failed. The bytes of a row take 100 ms on LINK."""
+    examined = Examined(0.0, {"send": 3}, 0, 3_750_000, {"peak": 5e6}, 12.0, 12.0)
     rows = [Row(row_id, rounds_ms=list(ms), drain_ms=list(ms), examined=examined) if ms
             else Row(row_id, error="rank 1: it broke") for row_id, ms in timed]
     return Rows(SETTINGS, CONDITIONS, 2, rows)
@@ -188,46 +154,45 @@ def test_a_link_has_a_floor_and_a_row_that_failed_has_no_figures():
 
 
 def test_stage_4_is_compared_with_the_ddp_that_is_best():
-    """Tuned where a size was better than the default, the default where it was best, and none without a sweep."""
+    """DDP is tuned where a size beat the default, has the default where that was faster, and is unknown unswept."""
     default_is_best = dataclasses.replace(MEASURED, rows=[MEASURED.rows[0], MEASURED.rows[1], *MEASURED.rows[3:]])
-    for measured, sweep, size, over in ((MEASURED, MEASURED, "2 MiB", "0.96"), (MEASURED, None, "2 MiB", "0.96"),
+    slower = Row(RowId("ddp", 2), rounds_ms=[170, 170])
+    size_is_slower = dataclasses.replace(default_is_best, rows=[*default_is_best.rows, slower])
+    for measured, sweep, size, over in ((MEASURED, None, "2 MiB", "0.96"),
                                         (default_is_best, MEASURED, "default", "0.78"),
+                                        (size_is_slower, MEASURED, "default", "0.78"),
                                         (default_is_best, None, "–", "–")):
-        lines = dict(texts_of(links.curve_sheet(measured, LINK, sweep)))
+        tuned = links.tuned_ddp(measured, sweep)
+        lines = dict(texts_of(links.curve_sheet(measured, LINK, tuned)))
         assert (lines["DDP's best buckets"], lines["stage 4 over tuned DDP"]) == (size, over)
-    assert lines["FSDP2"] == "–" and lines["floor"] == "1.25"
-    ladder = links.ladder_sheet(MEASURED, LINK, None)
-    assert ladder.numbers("time")["4 overlap"] == pytest.approx(0.9615, abs=1e-3) and "2 MiB" in ladder.notes[0]
+        assert lines["FSDP2"] == "–" and lines["floor"] == "1.25"
+    ladder = links.ladder_sheet(MEASURED, links.tuned_ddp(MEASURED, None))
+    assert ladder.numbers("time")["4 overlap"] == pytest.approx(0.9615, abs=1e-3)
 
 
-def test_the_rows_of_a_tuned_size_stand_behind_the_default():
+def test_a_tuned_size_is_measured_behind_the_default():
     swept = rows_of((RowId("ddp"), (3, 3)), (RowId("ddp", 2), (1, 1)), (RowId("ddp", 4), (2, 2)))
     tuned = two_hosts.tuned_row_ids(swept)
     assert tuned == [RowId("ddp", 2), RowId("ddp + torch ZeRO", 2)]
-    args = argparse.Namespace(rows="ddp", accumulation=False)
-    listed = two_hosts.rows_to_measure(args, tuned)
+    listed = two_hosts.rows_to_measure(argparse.Namespace(rows="ddp", accumulation=False), tuned)
     assert listed[listed.index(RowId("ddp")) + 1] == tuned[0]
-    assert all(catalogue.find(*row_id).name == row_id.base for row_id in two_hosts.SWEPT + listed)
     assert two_hosts.tuned_row_ids(rows_of((RowId("ddp"), (1, 1)), (RowId("ddp", 2), (3, 3)))) == []
 
 
 def test_accumulation_marks_noise_and_says_what_communication_takes():
-    """One micro-batch, both ways the same: 4 % apart, so 1.03 is noise, and 1.05 is not. Computing takes 20 ms."""
-    each = [96, 100, 101], [106, 105, 105], [103, 103, 103]
-    found = [links.Accumulated(n, [100] * 3, times, [20], ddp, stage3)
-             for n, times, ddp, stage3 in zip((1, 2, 4), each, ([80], [32], [25]), ([100], [50], [40]))]
-    sheets = links.accumulation_sheets(found, RowId("ddp", 2), LINK)
+    """With one micro-batch both ways do the same, yet are up to 4 % apart: then 1.03 is noise, and 1.05 isn't."""
+    rows = [links.Accumulated(1, [100] * 3, [96, 100, 101], [20], [80], [100]),
+            links.Accumulated(2, [100] * 3, [106, 105, 105], [20], [32], [50]),
+            links.Accumulated(4, [100] * 3, [103, 103, 103], [20], [25], [40])]
+    sheets = links.accumulation_sheets(rows, RowId("ddp", 2), LINK)
     assert [row[-1] for row in texts_of(sheets["accumulation"])] == ["1.00~", "1.05", "1.03~"]
     assert "up to 4% apart" in sheets["accumulation"].footnotes[-1]
     assert [row[1:] for row in texts_of(sheets["shares"])] == [
         ["20", "75%", "80%", "80%"], ["20", "38%", "60%", "80%"], ["20", "20%", "50%", "80%"]]
+    assert two_hosts.accumulation_sheets(None, MEASURED, [], LINK) == {}  # stage 3 has no row
 
 
 def test_a_sweep_is_drawn_by_size():
     sweep = rows_of((RowId("ddp", 2), (7,)), (RowId("ddp"), (9,)), (RowId("ddp", 1), (8,)))
-    assert links.swept_times(sweep, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MB
-    assert "sweep" not in links.to_draw(MEASURED, LINK, sweep)  # stage 4 isn't in it
-
-
-def test_what_is_wrong_gets_no_time_in_the_table_of_accumulation():
-    assert two_hosts.accumulation_sheets(None, MEASURED, [], LINK) == {}  # there is no row of stage 3
+    assert links.swept_times(sweep, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MiB
+    assert "sweep" not in links.to_draw(MEASURED, LINK, sweep, None)  # stage 4 isn't in the sweep

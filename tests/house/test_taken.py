@@ -95,12 +95,15 @@ def pip_install(what, to):
 
 
 @pytest.mark.waits
-def test_pip_installs_all_files_of_a_package_that_was_taken(tmp_path):
+def test_pip_installs_a_package_that_was_taken_which_tests_itself_on_two_ranks(tmp_path):
     take("4", tmp_path / "mine", with_checkpoint=True)
     code, error = pip_install("./mine", tmp_path / "site")
     assert code == 0, error
-    for name in ("py.typed", "distributed.py", "guard/guarded.py", "checkpoint/__init__.py"):
-        assert (tmp_path / "site" / "mine" / name).exists()
+    shutil.rmtree(tmp_path / "mine")
+    assert (tmp_path / "site" / "mine" / "py.typed").exists() and (tmp_path / "site" / "mine" / "checkpoint").is_dir()
+    run = subprocess.run([sys.executable, "-m", "mine.smoke_test"], cwd=tmp_path / "site", text=True,
+                         capture_output=True)
+    assert (run.returncode, run.stdout) == (0, "2 ranks have trained as one process does\n"), run.stderr
 
 
 @pytest.mark.waits

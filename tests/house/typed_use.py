@@ -21,12 +21,16 @@ def saves_and_loads(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     extra: Any = checkpoint.load(newest or "runs/step-1", model, optimizer)
     print(saving, extra["step"])
     checkpoint.load(newest, model, optimizer)  # type: ignore[arg-type]
+    checkpoint.save("runs/step-1", optimizer, model)  # type: ignore[arg-type]
 
 
 def takes_the_state_along(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     state: dict[str, Any] = checkpoint.full_state_dict(optimizer, to_all=True)
     checkpoint.load_full_state_dict(optimizer, state)
+    checkpoint.load_full_state_dict(optimizer, None)
     checkpoint.reshard(optimizer, group)
+    checkpoint.reshard(optimizer, None)
+    checkpoint.reshard(optimizer, [0, 1])  # type: ignore[arg-type]
 
 
 def trains(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -42,5 +46,8 @@ def trains(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     scheduler.step()
     Stage1([{"params": [torch.ones(3)], "lr": 0.1}], torch.optim.SGD, average_gradients=False)
     Stage4(model.parameters(), bucket_cap_mb="8")  # type: ignore[arg-type]
+    Stage4(3)  # type: ignore[arg-type]
+    Stage1(model.parameters(), average_gradients="no")  # type: ignore[arg-type]
+    optimizer.prefetch_params(3)  # type: ignore[arg-type]
     optimizer.clip_grad_norm_("much")  # type: ignore[arg-type]
     optimizer.no_such_method()  # type: ignore[attr-defined]

@@ -1,8 +1,11 @@
 """GradScaler in all stages, and 16-bit parameters in stage 3: what is refused, and what the state weighs.
 
-That 16-bit parameters train as fp32 main parameters do is in test_drawn.py and test_overlap.py.
+That 16-bit parameters train as fp32 main parameters do is in test_stages.py and test_overlap.py. That every arrangement
+of ranks and optimizers skips a step together is in tests/variants/test_skipping.py.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,86 +14,92 @@ from harness import STAGE_3, STAGE_4, STAGES
 from harness.planning.alone import STATES, record
 from harness.training.options import MODELS
 from stage3_gradbuffer import DistributedOptimizer
-from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of, situation
+from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of
 from tests.pairs import ADAMW, sgd_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-UNUSED = {"find_unused_parameters": True}
 
 
 # ------------------------------------------------------------------------------------------------------- GradScaler
 
 
-def scaler_of(rank, scale=1024.0):
-    return torch.amp.GradScaler(rank.device.type, init_scale=scale, growth_interval=1000, enabled=scale != 1)
+class Case(NamedTuple):
+    stage: str
+    after_unscale: Callable | None = None  # is called with (optimizer, model) after unscale_(); None: no unscale_()
+    dtype: torch.dtype = FP32
+    arguments: dict = {}  # of the optimizer
 
 
-def after_each_step(rank, stage, row, after_unscale, explodes, scale):
-    """Four steps under a GradScaler, which does nothing where `scale` is 1. -> the scale in the end, parameters
+def clip(optimizer, model):
+    optimizer.clip_grad_norm_(1e6)
 
-    after_unscale: what is done to the optimizer and the model after unscale_, which isn't called otherwise. explodes:
-    in the second step rank 1 has an inf; without a scaler that step is left out.
-    """
-    dtype, grad_dtype = row
+
+def remove_infs(optimizer, model):
+    for param in model.parameters():
+        param.grad.nan_to_num_(0, 0, 0)
+
+
+CASES = [*(Case(stage, after_unscale) for stage in STAGES[:3] for after_unscale in (clip, remove_infs)),
+         Case(STAGE_3, dtype=FP16), Case(STAGE_3, dtype=FP16, arguments={"grad_dtype": FP32}), Case(STAGE_4)]
+
+
+def scaler_of(rank, scale):
+    """Return a GradScaler that begins with `scale`. A scaler of 1 does nothing."""
+    return torch.amp.GradScaler(rank.device.type, init_scale=scale, enabled=scale != 1)
+
+
+def train_under(scaler, rank, case, steps):
+    """Train in the steps with these numbers. In step 1 rank 1 has an inf. Return the parameters after each step."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7)).to(dtype)
-    optimizer = optimizer_of(stage)(model.parameters(), **({"grad_dtype": grad_dtype} if grad_dtype else {}), **ADAMW)
-    scaler, history = scaler_of(rank, scale), []
-    for step in [0, 2, 3] if explodes and scale == 1 else range(4):
+    model = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 7)).to(case.dtype)
+    optimizer = optimizer_of(case.stage)(model.parameters(), **case.arguments, **ADAMW)
+    after_each_step = []
+    for step in steps:
         x, y = batch(step, rank.number)
-        loss = (model(x.to(dtype)).float() - y).square().mean()
-        scaler.scale(loss * torch.inf if explodes and step == rank.number == 1 else loss).backward()
-        if after_unscale and scale > 1:
+        loss = (model(x.to(case.dtype)).float() - y).square().mean()
+        if step == 1 and rank.number == 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        if case.after_unscale and scaler.is_enabled():
             scaler.unscale_(optimizer)
-            after_unscale(optimizer, model)
+            case.after_unscale(optimizer, model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        history.append(torch.cat([param.detach().float().view(-1) for param in model.parameters()]))
-    return scaler.get_scale(), history
+        after_each_step.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    return after_each_step
 
 
-UNSCALE = [None, lambda optimizer, model: optimizer.clip_grad_norm_(1e6),
-           lambda optimizer, model: [param.grad.nan_to_num_(0, 0, 0) for param in model.parameters()]]
-CASES = [*((stage, (FP32, None), unscale) for stage in STAGES[:3] for unscale in UNSCALE),
-         (STAGE_4, (FP32, None), None), (STAGE_3, (FP16, None), None), (STAGE_3, (FP16, FP32), None)]
-
-
-@on_ranks(3, case=CASES, explodes=[False, True])
+@on_ranks(3, case=CASES)
 @on_its_device
-def test_a_scale_leaves_no_trace_and_an_inf_on_one_rank_skips_the_step_on_every_rank(rank, case, explodes):
-    """A power of two: the same bits as without a scaler. Of a step that is skipped nothing is left either."""
-    scale, found = after_each_step(rank, *case, explodes, 64.0)
-    _, expected = after_each_step(rank, *case, explodes, 1)
-    assert scale == (32.0 if explodes else 64.0)
-    assert not explodes or torch.equal(found[0], found.pop(1))
-    assert all(map(torch.equal, found, expected)) and not torch.equal(found[0], found[1])
+def test_a_scale_leaves_no_trace_and_an_inf_on_one_rank_skips_the_step_on_every_rank(rank, case):
+    """A scale is a power of two: parameters have the same bits as in training without a scaler and without step 1.
+
+    An inf that unscale_() has found counts, even if the program has removed this inf since.
+    """
+    scaler = scaler_of(rank, 64.0)
+    first, after_skipped_step, *others = train_under(scaler, rank, case, [0, 1, 2, 3])
+    assert scaler.get_scale() == 32
+    assert torch.equal(after_skipped_step, first)
+    expected = train_under(scaler_of(rank, 1), rank, case, [0, 2, 3])
+    assert all(map(torch.equal, [first, *others], expected))
+    assert not torch.equal(first, others[0])
 
 
-def backward_inside(optimizer, loss):
-    with optimizer.no_sync():
+UNSEEN = {STAGE_3: (FP16, {"grad_dtype": FP32}), STAGE_4: (FP32, {"find_unused_parameters": True})}
+
+
+@on_ranks(2, stage=UNSEEN)
+@on_its_device
+def test_unscale_that_sees_no_gradient_is_refused(rank, stage):
+    """Stage 3 has the gradient in main_grad. Stage 4 has sent the gradient of rank 0; rank 1 has none, and is told."""
+    dtype, arguments = UNSEEN[stage]
+    weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = sgd_of(stage, [weight], **arguments)
+    scaler = scaler_of(rank, 4.0)
+    loss = scaler.scale(weight.sum())
+    if stage == STAGE_3 or rank.number == 0:
         loss.backward()
-
-
-SEES_NONE = {  # stage, dtype, arguments; backward: of the optimizer, losses and rank
-    # Those of 16-bit parameters are in main_grad: clipping would use scaled ones.
-    "main_grad": (STAGE_3, FP16, {"grad_dtype": FP32}, lambda optimizer, losses, rank: losses[0].backward()),
-    # One pass has left, and unscale_ finds the gradients of another, inside no_sync.
-    "of some": (STAGE_4, FP32, UNUSED, lambda optimizer, losses, rank: (
-        losses[0].backward(), backward_inside(optimizer, losses[1]))),
-    # Gradients have left on rank 0; the other ranks had none, and must hear of it.
-    "of a rank": (STAGE_4, FP32, UNUSED, lambda optimizer, losses, rank: rank == 0 and losses[0].backward()),
-}
-
-
-@on_ranks(2, what=SEES_NONE)
-@on_its_device
-def test_unscale_that_sees_no_gradient_is_refused(rank, what):
-    """On every rank, also where it sees some of the gradients, or a rank has none."""
-    stage, dtype, kwargs, go_backward = SEES_NONE[what]
-    params, scaler = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2)], scaler_of(rank)
-    optimizer = sgd_of(stage, params, **kwargs)
-    go_backward(optimizer, [scaler.scale(param.sum()) for param in params], rank.number)
     scaler.unscale_(optimizer)
     assert "clip_grad_norm_(max_norm * scaler.get_scale())" in error_of(lambda: scaler.step(optimizer))
 
@@ -98,53 +107,35 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, what):
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("name, choice, formula", STATES)
-def test_bytes_a_parameter_are_those_of_the_formula(name, choice, formula):
+@pytest.mark.parametrize("d", [2, 64])
+@pytest.mark.parametrize("name, row_id, formula", STATES)
+def test_bytes_a_parameter_are_those_of_the_formula(name, row_id, formula, d):
     """Stage 4 holds two bucket buffers besides: b."""
-    for d in (2, 64):
-        with situation((name, d)):
-            found = record(choice, MODELS["tiny"], d)
-            b = found.held["buffers"] / found.numel
-            assert sum(found.held.values()) / found.numel == pytest.approx(eval(formula, {"d": d, "b": b}), rel=0.01)
-            assert bool(b) == name.startswith("stage 4")
+    counted = record(row_id, MODELS["tiny"], d)
+    b = counted.held["buffers"] / counted.numel
+    expected = eval(formula, {"d": d, "b": b})
+    assert sum(counted.held.values()) / counted.numel == pytest.approx(expected, rel=0.01)
+    assert (b > 0) == name.startswith("stage 4")
 
 
 # ------------------------------------------------------------------------------------------- the buffer and its users
 
 
-@on_ranks(2, dtypes_and_grad_dtype=[([FP32], BF16), ([BF16], FP64), ([FP16, FP64], FP32)])
+@on_ranks(2)
 @on_its_device
-def test_a_grad_dtype_that_the_buffer_cannot_take_is_refused(rank, dtypes_and_grad_dtype):
-    """Refuse it before anything changes, in the constructor and for a group that is added."""
-    dtypes, grad_dtype = dtypes_and_grad_dtype
-    params = [torch.nn.Parameter(torch.full((5,), rank.number + 1.0, dtype=dtype)) for dtype in dtypes]
-    words = f"of group 0 is {dtypes[-1]}: its gradients can't be kept in {grad_dtype}"
-    with pytest.raises(ValueError, match=f"parameter {len(dtypes) - 1} {words}"):
-        DistributedOptimizer(params, grad_dtype=grad_dtype)
-    assert all(param.eq(rank.number + 1).all() for param in params)
-    optimizer = DistributedOptimizer([torch.nn.Parameter(torch.ones(5, dtype=grad_dtype))], grad_dtype=grad_dtype)
-    with pytest.raises(ValueError, match="of group 1 is .* can't be kept in"):
-        optimizer.add_param_group({"params": params})
+def test_a_grad_dtype_that_the_buffer_cannot_take_is_refused(rank):
+    params = [torch.nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in (FP16, FP64)]
+    refusal = error_of(lambda: DistributedOptimizer(params, grad_dtype=FP32), ValueError)
+    assert "parameter 1 of group 0 is torch.float64: its gradients can't be kept in torch.float32" in refusal
 
 
-CHANGES = {  # of gradients of 5, after their synchronization: dtype, the change, what is stepped
-    "unscale": (FP32, lambda scaler, optimizer, weight: scaler.unscale_(optimizer), -5.0),
-    "clip 16 bits": (BF16, lambda scaler, optimizer, weight: torch.nn.utils.clip_grad_value_([weight], 0.5), None),
-}
-
-
-@on_ranks(2, change=CHANGES)
+@on_ranks(2)
 @on_its_device
-def test_a_change_of_gradients_after_their_synchronization(rank, change):
-    """16-bit gradients have been copied to fp32 ones by then: an error. fp32 ones are the buffer's own."""
-    dtype, make_change, expected = CHANGES[change]
-    weight, scaler = torch.nn.Parameter(torch.zeros(64, dtype=dtype)), scaler_of(rank, 4.0)
+def test_16_bit_gradients_that_were_changed_after_their_average_are_an_error(rank):
+    """They have been copied to fp32 gradients by then."""
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=BF16))
     optimizer = sgd_of(STAGE_3, [weight])
-    scaler.scale((weight * 5).sum()).backward()
+    weight.sum().backward()
     optimizer.finish_grad_sync()
-    make_change(scaler, optimizer, weight)
-    if expected is None:
-        assert "16-bit gradients were changed after finish_grad_sync" in error_of(lambda: scaler.step(optimizer))
-    else:
-        scaler.step(optimizer)
-        assert weight.unique().tolist() == [expected]
+    weight.grad.mul_(0.5)
+    assert "16-bit gradients were changed after finish_grad_sync" in error_of(optimizer.step)

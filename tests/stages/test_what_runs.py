@@ -1,6 +1,6 @@
 """What you read is what runs: a guarded step is the core's step, with what makes it reliable between its phases.
 
-And what the optimizer says of itself.
+And the profiler shows the step's parts.
 """
 
 import sys
@@ -91,22 +91,7 @@ def test_a_step_hook_runs_once_a_step_whichever_class_is_built_first(core, guard
         handle.remove()
 
 
-# ---------------------------------------------------------------------------------------------- what it says of itself
-
-
-@pytest.mark.parametrize("stage, of_stage", list(zip(STAGES, [
-    "", "", "", "; buckets: 1, with buffers of 1,024 bytes"])))
-def test_its_text_has_stage_ranks_elements_buckets_and_bytes_beside_torchs_groups(stage, of_stage):
-    with one_rank_of(2):
-        weight = nn.Parameter(torch.zeros(128))
-        optimizer = optimizer_of(stage)([weight], torch.optim.SGD, lr=0.5, momentum=0.5)
-        weight.sum().backward()
-        optimizer.step()
-        n_own = 128 if stage in STAGES[:2] else 64
-        of_torch = repr(torch.optim.SGD([weight], lr=0.5, momentum=0.5)).replace("SGD", "DistributedOptimizer", 1)
-        number = STAGES.index(stage) + 1
-        line = f"Stage {number}, rank 0 of 2: updates {n_own} of 128 elements; state: {4 * n_own} bytes{of_stage}"
-        assert repr(optimizer) == f"{line}\n{of_torch}"
+# ------------------------------------------------------------------------------------------------------- the profiler
 
 
 def test_the_profiler_shows_what_stage_4_does():

@@ -12,7 +12,7 @@ def mesh_of(n_groups):
 
 
 def mesh():
-    """(2, 2) of four ranks, (2, 1) of two, (3, 1) of three."""
+    """Return a mesh of the shape (2, 2) on four ranks, (2, 1) on two, and (3, 1) on three."""
     world_size = dist.get_world_size()
     return mesh_of(world_size // 2 if world_size == 4 else world_size)
 

@@ -11,91 +11,87 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from guard.chained import Chained
 from harness import STAGE_4
-from tests.common import STAGES, error_of, on_ranks, optimizer_of
+from tests.common import STAGES, error_of, on_ranks
 from tests.pairs import sgd_of
 from tests.variants import on_pairs
 from variants import finite, hybrid
 
-FINITE = "variants.finite"
-
 
 class FiniteHybrid(on_pairs.OnPairs, finite.DistributedOptimizer, hybrid.Replicas):
-    """Two variants that combine."""
-
-
-class AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.group), None
-
-
-def pairs():
-    return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    """finite and hybrid, which combine as classes do."""
 
 
 class Model(nn.Module):
-    """Two layers; with `ep`, the second is an expert, which has tokens of both ranks of that group."""
+    """Two layers. `expert_number` chooses the initial values of the second."""
 
-    def __init__(self, rank, ep=None):
+    def __init__(self, expert_number=0):
         super().__init__()
         torch.manual_seed(0)
-        self.dense, *experts = (nn.Linear(8, 8) for _ in range(3))
-        self.expert, self.ep = experts[rank % 2 if ep else 0], ep
+        self.dense = nn.Linear(8, 8)
+        torch.manual_seed(1 + expert_number)
+        self.expert = nn.Linear(8, 8)
 
     def forward(self, x):
-        if self.ep is None:
-            return self.expert(self.dense(x))
-        return AllToAll.apply(self.expert(AllToAll.apply(self.dense(x), self.ep)), self.ep)
+        return self.expert(self.dense(x))
+
+
+def group_of_expert():
+    """Return the process group of the ranks that have the same expert as this rank of four."""
+    own_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    return own_group
+
+
+# An arrangement returns a model, and its optimizer or a Chained. `make`: function params -> optimizer.
 
 
 def alone(rank, make):
-    model = Model(rank)
+    model = Model()
     return model, make(model.named_parameters())
 
 
 def in_a_chain(rank, make):
-    model = Model(rank)
+    model = Model()
     return model, Chained(make(model.dense.named_parameters()), make(model.expert.named_parameters()))
 
 
 def with_experts(rank, make):
-    model = Model(rank, ep=pairs()[rank // 2])
-    of_expert = make(model.expert.named_parameters(), process_group=pairs()[2 + rank % 2],
-                     average_over=dist.group.WORLD)
-    return model, Chained(make(model.dense.named_parameters()), of_expert)
+    """Two experts, for two ranks each."""
+    model = Model(expert_number=rank % 2)
+    of_dense = make(model.dense.named_parameters())
+    of_expert = make(model.expert.named_parameters(), process_group=group_of_expert(), average_over=dist.group.WORLD)
+    return model, Chained(of_dense, of_expert)
 
 
-def spoil(module, factor):
-    """Multiply the gradient of the module's weight, once; with 1 nothing changes."""
-    return module.weight.register_hook(lambda grad: grad * factor)
+ARRANGEMENTS = {
+    **{stage: (stage, with_experts) for stage in STAGES},
+    "hybrid": ("tests.variants.on_pairs", alone),
+    "hybrids in a chain": ("tests.variants.on_pairs", in_a_chain),
+    "muon in a chain": ("variants.muon", in_a_chain),
+}
+SPOILT = [(0, "dense"), (1, "expert"), (2, "expert"), (3, "dense")]  # the rank and the layer that has an inf
 
 
 def values(model):
-    return torch.cat([param.detach().view(-1) for param in model.parameters()])
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
-def train(rank, model, optimizer, backward, step, spoilt, n_steps=3):
-    """Take steps, the second spoilt by `spoilt`, a layer on this rank. Return parameters before and after each."""
+def train(rank, model, take_step, spoilt, n_steps=3):
+    """Call `take_step(loss)` for each step. Return the values of the parameters at the start and after each step.
+
+    spoilt: the rank and the layer that has gradients of inf in the second step.
+    """
+    bad_rank, layer = spoilt
+    weight = getattr(model, layer).weight
     history = [values(model)]
     for number in range(n_steps):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank), device="cpu")
-        hook = spoil(spoilt, math.inf) if number == 1 and spoilt is not None else None
-        backward(model(x).square().mean())
-        step()
-        if hook:
-            hook.remove()
-        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+        factor = math.inf if number == 1 and rank == bad_rank else 1
+        hook = weight.register_hook(lambda grad, factor=factor: grad * factor)
+        take_step(model(x).square().mean())
+        hook.remove()
         history.append(values(model))
     return history
 
@@ -106,15 +102,6 @@ def assert_second_is_left_out(history):
     assert third.isfinite().all()
 
 
-ARRANGEMENTS = {
-    **{f"{stage}, {arrange.__name__}": (stage, arrange) for stage in STAGES for arrange in (alone, with_experts)},
-    "hybrid": ("tests.variants.on_pairs", alone),
-    "hybrids in a chain": ("tests.variants.on_pairs", in_a_chain),
-    "muon in a chain": ("variants.muon", in_a_chain),
-}
-SPOILT = [(0, "dense"), (1, "expert"), (2, "expert"), (3, "dense")]  # the rank and the layer
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @on_ranks(4, spoilt=SPOILT, clips=[False, True])
 def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, spoilt, clips):
@@ -123,62 +110,56 @@ def test_grad_scaler_skips_on_all_ranks_or_none(rank, arrangement, spoilt, clips
     The first step is the same as without a scaler.
     """
     stage, arrange = ARRANGEMENTS[arrangement]
-    bad_rank, layer = spoilt
     model, optimizer = arrange(rank.number, functools.partial(sgd_of, stage))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
 
-    def step():
+    def take_step(loss):
+        scaler.scale(loss).backward()
         if clips:
             optimizer.clip_grad_norm_(1e3 * scaler.get_scale())
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
 
-    history = train(rank.number, model, optimizer, lambda loss: scaler.scale(loss).backward(), step,
-                    getattr(model, layer) if rank.number == bad_rank else None)
+    history = train(rank.number, model, take_step, spoilt)
     assert_second_is_left_out(history)
     assert scaler.get_scale() == 32.0
-    plain, unscaled = arrange(rank.number, functools.partial(sgd_of, stage))
-    first = train(rank.number, plain, unscaled, torch.Tensor.backward, unscaled.step, None, n_steps=1)[1]
-    torch.testing.assert_close(history[1], first)
+
+    plain_model, plain_optimizer = arrange(rank.number, functools.partial(sgd_of, stage))
+
+    def take_plain_step(loss):
+        loss.backward()
+        plain_optimizer.step()
+
+    plain_history = train(rank.number, plain_model, take_plain_step, spoilt, n_steps=1)
+    torch.testing.assert_close(history[1], plain_history[1])
 
 
-OF_FINITE = {"alone": (FINITE, alone), "chain": (FINITE, in_a_chain),
-             "hybrid": (FiniteHybrid, alone), "hybrids in a chain": (FiniteHybrid, in_a_chain)}
-
-
-def finite_of(kind, params, **kwargs):
-    make = kind if isinstance(kind, type) else optimizer_of(kind)
-    return make(params, torch.optim.SGD, lr=1.0, **kwargs)
-
-
-@pytest.mark.parametrize("arrangement", OF_FINITE)
-@on_ranks(4, spoilt=SPOILT, clips=[False, True])
-def test_finite_raises_on_all_ranks(rank, arrangement, spoilt, clips):
-    """The error names the rank that has the nan, and no optimizer has stepped."""
-    kind, arrange = OF_FINITE[arrangement]
-    bad_rank, layer = spoilt
-    model, optimizer = arrange(rank.number, functools.partial(finite_of, kind))
+@on_ranks(4, spoilt=SPOILT)
+def test_finite_raises_on_all_ranks(rank, spoilt):
+    """The error names the rank that has the nan, and no optimizer of the chain has stepped."""
+    make = functools.partial(FiniteHybrid, optimizer_cls=torch.optim.SGD, lr=1.0)
+    model, chain = in_a_chain(rank.number, make)
     errors = []
 
-    def step():
+    def take_step(loss):
+        loss.backward()
         try:
-            if clips:
-                optimizer.clip_grad_norm_(1e3)
-            optimizer.step()
+            chain.step()
         except RuntimeError as error:
             errors.append(str(error))
+        chain.zero_grad()
 
-    history = train(rank.number, model, optimizer, torch.Tensor.backward, step,
-                    getattr(model, layer) if rank.number == bad_rank else None)
-    assert_second_is_left_out(history)
+    assert_second_is_left_out(train(rank.number, model, take_step, spoilt))
     (error,) = errors
+    bad_rank, _ = spoilt
     assert "a gradient is nan or inf: of parameter " in error and f"weight on rank {bad_rank}" in error
 
 
 @on_ranks(2)
 def test_finite_is_refused_for_experts(rank):
     """Ranks outside of their process group would wait for ranks that have raised."""
-    error = error_of(lambda: sgd_of(FINITE, [nn.Parameter(torch.zeros(5))], average_over=2), ValueError)
+    error = error_of(lambda: sgd_of("variants.finite", [nn.Parameter(torch.zeros(5))], average_over=2), ValueError)
     assert error == "variants/finite.py takes no average_over: ranks outside of process_group would wait"
 
 
@@ -191,27 +172,25 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
     param = nn.Parameter(torch.zeros(5))
     optimizer = sgd_of(STAGE_4, [param])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.25 * 2**number)
     calls = []
-    hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append("any before")),
-             register_optimizer_step_post_hook(lambda *_: calls.append("any after")),
-             optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
-             optimizer.register_step_post_hook(lambda *_: calls.append("after"))]
-    closure_calls = []
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: [0.25, 0.5, 1.0, 1.0][number])
-    for is_bad, lr, moved_to in ((True, 0.25, 0.0), (False, 0.25, -0.25), (True, 0.5, -0.25), (False, 0.5, -0.75)):
-        loss = param.sum() * (math.nan if is_bad and rank.number == 0 else 1)
-        scaler.scale(loss).backward()
-        mean_loss = scaler.step(optimizer, lambda: closure_calls.append(0) or float(rank.number))
-        scaler.update()
-        assert mean_loss == 0.5
-        assert optimizer.param_groups[0]["lr"] == lr and param.unique().tolist() == [moved_to]
-        assert calls == ([] if is_bad else ["any before", "before", "after", "any after"])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure():
+        calls.append("closure")
+        return float(rank.number)
+
+    for is_left_out, lr, moved_to in ((True, 0.25, 0.0), (False, 0.25, -0.25), (True, 0.5, -0.25), (False, 0.5, -0.75)):
         calls.clear()
-        if not is_bad:
-            schedule.step()
-    for hook in hooks:
-        hook.remove()
-    assert len(closure_calls) == 4
+        factor = math.nan if is_left_out and rank.number == 0 else 1
+        scaler.scale(param.sum() * factor).backward()
+        assert scaler.step(optimizer, closure) == 0.5
+        scaler.update()
+        assert optimizer.param_groups[0]["lr"] == lr and param.unique().tolist() == [moved_to]
+        assert calls == (["closure"] if is_left_out else ["closure", "before", "after"])
+        if not is_left_out:
+            warm_up.step()
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -220,17 +199,20 @@ def test_a_step_that_is_left_out_keeps_the_lr_and_calls_no_hook(rank):
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(4, how=["a part of a chain", "experts by themselves", "unscale_ of a part"])
 def test_grad_scaler_takes_no_optimizer_that_does_not_decide_alone(rank, stage, how):
-    """An inf in it would be known to its own ranks alone, and their scale would part from that of the others."""
-    model = Model(rank.number, ep=pairs()[rank.number // 2])
-    dense = sgd_of(stage, model.dense.parameters())
-    expert = sgd_of(stage, model.expert.parameters(), process_group=pairs()[2 + rank.number % 2],
-                    average_over=dist.group.WORLD)
-    chain = None if how == "experts by themselves" else Chained(dense, expert)
+    """Only the ranks of this optimizer would know of an inf, and lower their scale. The others would keep theirs."""
+    model = Model(expert_number=rank.number % 2)
+    of_dense = sgd_of(stage, model.dense.parameters())
+    of_expert = sgd_of(stage, model.expert.parameters(), process_group=group_of_expert(),
+                       average_over=dist.group.WORLD)
+    if how != "experts by themselves":
+        chain = Chained(of_dense, of_expert)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     start = values(model)
     scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
+    stepped = of_expert
     if how == "unscale_ of a part":
-        scaler.unscale_(dense)
-    error = error_of(lambda: scaler.step(chain if how == "unscale_ of a part" else expert))
+        scaler.unscale_(of_dense)
+        stepped = chain
+    error = error_of(lambda: scaler.step(stepped))
     assert "GradScaler takes a Chained of all optimizers of the model" in error
     assert torch.equal(values(model), start)

@@ -1,0 +1,219 @@
+"""Measures what a wrapped optimizer costs beside computing and sending: in small models, and in the host's time.
+
+    python -m harness.measuring.overhead [--params 1000 10000] [--json PATH]         # or: make bench WHAT=small
+
+The program times steps with a clip on ranks of this machine, by DDP and by stages 3 and 4: at which size is a model too
+small? `measure_host` makes the table "host" of `make bench` and `make bench WHAT=cuda`. There one process plays rank 0
+of 8, the messages go nowhere, and the model's tensors are tiny: launches, hooks and wrappers are left.
+"""
+
+import functools
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
+from harness.ranks import command_line
+
+SIZES = [1_000, 10_000, 100_000, 1_000_000, 3_000_000, 10_000_000]
+fail = functools.partial(command_line.fail, "small")
+
+
+def options():
+    parser = command_line.Parser("small", __doc__)
+    parser.add_argument("--params", type=command_line.number(int, 100, 10**8), nargs="+", default=SIZES,
+                        help="sizes of models (default: six)")
+    parser.add_argument("--ranks", type=command_line.COUNT, default=2, help="processes on this machine (default 2)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there as well")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options()  # reports a mistake at once: the imports below load torch, which takes seconds
+
+import torch
+from torch import nn
+
+from harness.measuring.examine import clip, time_warm_steps
+from harness.publishing.tables import Report, column, made_here, name_column, save_and_show, sheet_of
+from harness.ranks.meeting import rank_0_of
+from harness.ranks.workers import Workers, on_rank_0
+from harness.training import rows as catalogue
+
+WARMUP_STEPS = 5
+
+# -------------------------------------------------------------------------------------------------------- Small models
+
+
+N_LAYERS = 4
+BATCH_SIZE = 32
+ROUNDS = 5  # in each, every method is timed once
+STEPS = 40  # timed in a round
+DDP = "DDP"
+METHODS = {DDP: catalogue.ddp, "stage 3": catalogue.stage(STAGE_3), "stage 4": catalogue.stage(STAGE_4, prefetch=True)}
+
+
+def time_method(rank, method, numel):
+    """Time steps of a model of `numel` parameters. Returns the median time on the slowest rank, in ms."""
+    width = math.isqrt(numel // N_LAYERS)
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(N_LAYERS):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    training = METHODS[method](nn.Sequential(*layers).to(rank.device), {"fused": True})
+
+    def step(x):
+        training.forward(x).square().mean().backward()
+        clip(training, 1.0)
+        training.update()
+        training.zero_grad()
+
+    batches = torch.randn(WARMUP_STEPS + STEPS, BATCH_SIZE, width, device=rank.device)
+    for x in batches[:WARMUP_STEPS]:
+        step(x)
+    step_ms, _ = time_warm_steps(rank, step, batches[WARMUP_STEPS:], training.finish)
+    return step_ms
+
+
+def measure_small(workers, sizes):
+    """Time every method in turn, for each size. Returns {method: {numel: ms by round}}."""
+    times = {method: {numel: [] for numel in sizes} for method in METHODS}
+    for numel in sizes:
+        for _ in range(ROUNDS):
+            for method in METHODS:
+                times[method][numel].append(on_rank_0(workers, time_method, method, numel))
+    return times
+
+
+def small_sheet(times):
+    """Make the table of `times`, {method: {numel: ms by round}}."""
+    ddp_ms = times[DDP]
+    columns = {"model": name_column("{:,}".format, "parameters"),
+               DDP: column("DDP, ms", ddp_ms.get, "measured", ".2f")}
+
+    def over_ddp(method):
+        return lambda numel: [ms / of_ddp for ms, of_ddp in zip(times[method][numel], ddp_ms[numel])]
+    for method in METHODS:
+        if method != DDP:
+            columns[method] = column(f"{method} ÷ DDP", over_ddp(method), "measured", ".2f", shows="both")
+    return sheet_of("A step with a clip", ddp_ms, columns)
+
+
+# ------------------------------------------------------------------------------------------------------ The host's time
+
+
+N_TENSORS = 340
+SIDE = 16  # rows and columns of each matrix
+BLOCK = 20  # matrices in a block, which is a unit of FSDP2
+D = 8  # number of ranks
+HOST_STEPS = 60  # of each row
+PLAIN = "plain AdamW"
+ADAMW = {"lr": 1e-3, "fused": True}
+ROWS = {  # name -> build(model, AdamW's arguments)
+    PLAIN: catalogue.compute_only,
+    catalogue.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
+    catalogue.ZERO: functools.partial(catalogue.ddp_and_zero, is_alone=True),
+    catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
+    catalogue.NAIVE_BROADCAST: catalogue.stage(STAGE_1),
+    catalogue.ALL_GATHER: catalogue.stage(STAGE_2),
+    "stage 3 core": catalogue.stage(STAGE_3, "ShardedOptimizer"),
+    catalogue.GRAD_BUFFER: catalogue.stage(STAGE_3),
+    "stage 4 core": catalogue.stage(STAGE_4, "ShardedOptimizer", prefetch=True, bucket_cap_mb=0.02),
+    catalogue.OVERLAP: catalogue.stage(STAGE_4, prefetch=True, bucket_cap_mb=0.02),
+}
+
+
+class Chain(nn.Module):
+    """A model of N_TENSORS matrices, one after the other, in blocks. Input: (1, SIDE), and targets, which are None."""
+
+    def __init__(self):
+        super().__init__()
+        matrices = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(N_TENSORS)]
+        starts = range(0, N_TENSORS, BLOCK)
+        self.blocks = nn.Sequential(*(nn.Sequential(*matrices[start : start + BLOCK]) for start in starts))
+
+    def forward(self, x, targets):
+        return self.blocks(x).sum()
+
+
+class StepTimes(NamedTuple):
+    """Seconds of the host in each phase of a step."""
+    forward: float
+    backward: float
+    step: float
+    zero_grad: float
+
+    @property
+    def whole(self):
+        return sum(self)
+
+
+def timed_step(training, x):
+    """Run a step. Returns StepTimes."""
+    start = time.perf_counter()
+    loss = training.forward(x, None)
+    after_forward = time.perf_counter()
+    loss.backward()
+    after_backward = time.perf_counter()
+    del loss
+    training.update()
+    after_step = time.perf_counter()
+    training.zero_grad()
+    end = time.perf_counter()
+    return StepTimes(after_forward - start, after_backward - after_forward, after_step - after_backward,
+                     end - after_step)
+
+
+def measure_host(device):
+    """Time all rows in turn, step by step, as rank 0 of D. Returns a Sheet."""
+    with rank_0_of(D):
+        trainings = {name: build(Chain().to(device), ADAMW) for name, build in ROWS.items()}
+        x = torch.ones(1, SIDE, device=device)
+        times = {name: [] for name in trainings}
+        for _ in range(WARMUP_STEPS + HOST_STEPS):
+            for name, training in trainings.items():
+                times[name].append(timed_step(training, x))
+                if x.is_cuda:
+                    torch.cuda.synchronize()  # not timed, because the host waits for the GPU
+        for training in trainings.values():
+            training.finish()
+        trainings.clear()  # before their group ends
+    return host_sheet({name: steps[WARMUP_STEPS:] for name, steps in times.items()})
+
+
+def host_sheet(times):
+    """Make the table of `times`, {name: list of StepTimes}."""
+    def best(name, phase):
+        return min(getattr(step, phase) for step in times[name])
+
+    def best_ms(phase):
+        return lambda name: 1e3 * best(name, phase)
+
+    def median_ms(name):
+        return 1e3 * statistics.median(step.whole for step in times[name])
+    return sheet_of(
+        f"Best host time of a step, ms, measured: {N_TENSORS} tensors of {SIDE} x {SIDE}, rank 0 of {D}", times, {
+            "name": name_column(str), "forward": column("forw.", best_ms("forward"), form=".2f"),
+            "backward": column("backw.", best_ms("backward"), form=".2f"),
+            "step": column("step", best_ms("step"), form=".2f"),
+            "zero_grad": column("zero", best_ms("zero_grad"), form=".2f"),
+            "whole": column("whole", best_ms("whole"), form=".2f"),
+            "over_plain": column("x plain", lambda name: best(name, "whole") / best(PLAIN, "whole"), form=".2f"),
+            "median": column("median", median_ms, form=".2f"),
+            "per_tensor": column("µs/tensor", lambda name: 1e6 * best(name, "whole") / N_TENSORS, form=".0f")},
+        [f"Best of {HOST_STEPS} steps, all rows in turn; median and µs a tensor: of the whole step. "
+         "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MiB."])
+
+
+def main():
+    args = options()
+    with Workers(args.ranks, timeout_s=600) as workers:
+        times = measure_small(workers, args.params)
+    how = f"{args.ranks} ranks, {N_LAYERS} layers, batch {BATCH_SIZE}, {ROUNDS} rounds of {STEPS} steps"
+    save_and_show(args.json, Report(made_here(), {"small": small_sheet(times)}, how), fail)
+
+
+if __name__ == "__main__":
+    main()
