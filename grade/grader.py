@@ -62,9 +62,10 @@ class Grader:
             return wrong
 
     def start(self):
-        """Start the ranks of level 1 in advance, so that a check needn't wait for them."""
+        """Start the ranks of level 1 in advance. They import the package later, when a check runs."""
         for world_size in (2, 3, 4):
-            self.run(world_size, on_ranks.ready)
+            self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
+            self.workers[world_size].run(on_ranks.ready)
 
     def run(self, world_size, function, *args, hint=None):
         """Return [function(candidate, *args) of each rank]. hint: the likely cause if an exception shows no other."""

@@ -165,8 +165,8 @@ def submodule(package, name):
     return importlib.import_module(f"{package}.{name}") if has_one else None
 
 
-def ready(candidate):
-    """Do nothing: the ranks have met, and the package isn't imported yet."""
+def ready(rank):
+    """Do nothing: when this function runs, the ranks have met."""
 
 
 def plays(candidate, module, test):

@@ -118,6 +118,18 @@ def test_files_of_a_package_are_watched(package, tmp_path):
     assert {file.name for file in files_of(f"{STAGES[0]}.optimizer", ROOT)} >= {"optimizer.py", "distributed.py"}
 
 
+def test_ranks_that_were_started_before_a_save_grade_what_was_saved(package):
+    """As --watch does: start ranks while the package raises an error, save a right one, and grade it."""
+    name = package("saved", "raise RuntimeError\n")
+    ranks = Grader(name)
+    ranks.start()
+    package("saved", "from tests.grade.graded import Right as DistributedOptimizer\n")
+    try:
+        assert passes(1, ranks, only=BY_HAND)
+    finally:
+        ranks.close()
+
+
 def test_what_ranks_print_is_shown_shortened_and_only_where_a_check_fails(grade):
     """A verdict stays in sight beside hundreds of lines: both ranks print 50 for each of four parameters."""
     before, failed = grade("Prints", BY_HAND).split("FAILED")
