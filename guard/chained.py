@@ -54,12 +54,12 @@ class Chained:
         self.optimizers = list(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
-        # All ranks that train an optimizer's parameters. With variants/hybrid.py they are its whole mesh.
+        # The ranks that have the same parameters. With variants/hybrid.py they are more than those of process_group.
         agreement_groups = [optimizer._agreement_group or dist.group.WORLD for optimizer in optimizers]
         self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # all ranks that train the model
         all_ranks = dist.get_process_group_ranks(self._agreement_group)
         ranks_of_each = [dist.get_process_group_ranks(group) for group in agreement_groups]
-        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # for each optimizer, how many ranks know its norm
+        self.n_ranks_of_each = [len(ranks) for ranks in ranks_of_each]  # so many ranks know an optimizer's norm
         if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
@@ -101,7 +101,9 @@ class Chained:
         if grad_scaler is not None and found_inf(self, grad_scaler):
             self.zero_grad()
             return loss
-        arguments = [] if closure is None else [lambda: loss]  # because not every step() takes a closure
+        # Each step() gets a closure that returns the mean loss. Without a closure it gets nothing: not every step()
+        # takes a closure.
+        arguments = [] if closure is None else [lambda: loss]
         for optimizer in self.optimizers:
             optimizer.step(*arguments)
         return loss
@@ -134,7 +136,7 @@ class Chained:
         self.finish_grad_sync(max_norm=max_norm, norm_type=norm_type)
         # (norm^p / n)^(1 / p) is norm * n^(-1 / p). For p = inf, where a maximum takes the place of a sum, it is norm.
         shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
-                  for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
+                  for optimizer, n_ranks in zip(self.optimizers, self.n_ranks_of_each)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
         norm = torch.linalg.vector_norm(tensors_of_ranks(share, self._agreement_group), float(norm_type))
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
@@ -145,7 +147,7 @@ class Chained:
         return iter(self.optimizers)
 
     def state_dict(self):
-        """Return one state_dict, as torch's optimizers do. Its numbers of parameters count through all optimizers."""
+        """Return one state_dict, as torch's optimizers do. Parameters are counted through all optimizers."""
         state = {}
         groups = []
         n_before = 0  # parameters of the optimizers before

@@ -21,7 +21,7 @@ class FlatShard(torch.Tensor):
         offsets, sizes: where the box begins in the whole, and the shape of the box. The box is the local part of a
             DTensor; of any other tensor it is the whole.
         is_replica: whether another rank has the same box and writes it. DCP refuses boxes that overlap.
-        was_broadcast: whether a program has broadcast this FlatShard. Other ranks then have no whole tensor.
+        was_broadcast: whether torch has broadcast this FlatShard, which has sent zeros: load_state_dict() refuses it.
         gather: function value -> the values of all ranks that have a part of the whole. None after unpickling.
     """
 
@@ -91,6 +91,7 @@ class FlatShard(torch.Tensor):
         return next(part for offsets, part in self.boxes() if offsets == index.offset)
 
     def __reduce_ex__(self, protocol):
+        # A clone, because pickle would write the whole storage of a view.
         arguments = self.start, self.stop, self.local.clone(), self.offsets, self.sizes, self.is_replica
         return FlatShard, (tuple(self.shape), *arguments)
 
@@ -102,10 +103,11 @@ class FlatShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        """Copy, convert or make empty the elements of this rank. Any other function is an error."""
+        """Copy or convert the elements of this rank, or make an empty FlatShard. Any other function is an error."""
         name = function._schema.name
         shard = args[0]
-        if name == "c10d::broadcast_":  # torch's full_state_dict=True sends this, since it gathers DTensors alone
+        # With full_state_dict=True torch gathers DTensors, and broadcasts all other tensors.
+        if name == "c10d::broadcast_":
             (shard,) = args[0]
             shard.was_broadcast = True  # load_state_dict() refuses it; an error here would let other ranks wait
             whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)

@@ -1,8 +1,8 @@
-"""Prints, for each variant, bytes that one rank of eight sends and holds, counted in one process, and measured times.
+"""Prints a table of variants: bytes that one of eight ranks sends and holds (counted), and times (measured).
 
     python -m variants [--page]
 
-With --page the tables go into README.md, where a comment names each.
+With --page each table replaces the block of the same name in README.md.
 """
 
 import functools
@@ -39,10 +39,10 @@ PAGE = Path(__file__).with_name("README.md")
 class TableRow(NamedTuple):
     """What the table of all variants says of a row in words."""
     elsewhere: str  # other systems' names for the idea
-    when: str  # to take it
+    take_it_when: str
 
 
-ROWS = {  # by the names of harness/training/rows.py
+ROWS = {  # name of a row of the bench, in harness/training/rows.py -> its words
     GRAD_BUFFER: TableRow("", "the base of the next row"),
     "variants per_parameter": TableRow("modded-nanogpt, nanochat", "few, large parameters"),
     OVERLAP: TableRow("", "the base of all that follow"),
@@ -122,7 +122,7 @@ def table():
         "messages": column("messages", lambda name: counted(name, 8).messages, "counted"),
         "held": column("held", lambda name: counted(name, 8).held, "counted", ".2f"),
         "time": column("time, 300 Mbit/s", time_of.get, "measured"),
-        "when": name_column(lambda name: ROWS[name].when, "take it when")})
+        "when": name_column(lambda name: ROWS[name].take_it_when, "take it when")})
 
 
 class Balance(NamedTuple):

@@ -14,6 +14,7 @@ nor buffers of the communication library.
 import collections
 import gc
 import threading
+import time
 import weakref
 
 import torch
@@ -27,7 +28,7 @@ class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
     A view has the storage of its base, which is counted already. A storage that torch.from_dlpack makes in the memory
-    of another storage counts nothing either. Memory also sees operators that C++ calls, for autograd or for the buckets
+    of another storage adds no bytes, either. Memory also sees operators that C++ calls, for autograd or for the buckets
     of DistributedDataParallel. A tensor from before the start counts as soon as an operator returns the tensor or a
     view of it, or `track` gets the tensor. The idea is from torch's own MemTracker.
     """
@@ -48,6 +49,7 @@ class Memory(TorchDispatchMode):
         # resize_ frees memory or takes memory, from_dlpack makes a second storage, and neither is an operator.
         self.torchs_resize = torch.UntypedStorage.resize_
         self.torchs_from_dlpack = torch.from_dlpack
+        # A function, to which Python binds the storage as the first argument.
         torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
         torch.from_dlpack = self._from_dlpack
         return super().__enter__()
@@ -72,7 +74,7 @@ class Memory(TorchDispatchMode):
         """Wait until `live` stays the same for 60 ms, and return `live`: gloo frees tensors soon after wait()."""
         looks = [self.live]
         while len(looks) < 4:
-            threading.Event().wait(0.02)
+            time.sleep(0.02)
             live = self.live
             looks = [*looks, live] if live == looks[-1] else [live]
         return live

@@ -12,36 +12,23 @@ PROGRAMS = "make", "torchrun", "python", "python3", ".venv/bin/python", "pip", "
 
 
 class Page:
-    """Holds what a page has: pairs of a line and what stands there, and more.
-
-    blocks: (first line, language, code). spans: `code` in prose. links: targets. rows: cells of tables. html: blocks of
-    HTML. anchors: what #… may name. n_words: outside of code, tables, and what is generated.
-    """
+    """`blocks`: (first line, language, code); `spans`: (line, `code`) in prose; `links`: (line, target); `rows`: (line,
+    cells) of tables; `html`: (line, block of HTML); `anchors`: what #… may name; `n_words`: outside of code, tables,
+    and what is generated."""
 
     def __init__(self, name, text=None):
-        self.name = name
-        self.path = ROOT / name
+        self.name, self.path = name, ROOT / name
         self.text = self.path.read_text(encoding="utf-8") if text is None else text
-        self.blocks = []
-        self.spans = []
-        self.links = []
-        self.rows = []
-        self.html = []
-        self.anchors = set()
-        self.n_words = 0
-        line = 1
-        is_generated = False
+        self.blocks, self.spans, self.links, self.rows, self.html = [], [], [], [], []
+        self.anchors, self.n_words = set(), 0
+        line, is_generated = 1, False
         for node in SyntaxTreeNode(MarkdownIt("commonmark").enable("table").parse(self.text)).walk(include_self=False):
             line = node.map[0] + 1 if node.map else line
-            if node.type == "code_block":
-                self.blocks.append((line, "", node.content))
-            elif node.type == "fence":
-                self.blocks.append((line + 1, node.info, node.content))
+            if node.type in ("fence", "code_block"):
+                self.blocks.append((line + (node.type == "fence"), node.info, node.content))
             elif node.type == "html_block":
                 self.html.append((line, node.content))
-                is_opened = "<!-- report:" in node.content
-                is_closed = "<!-- end" in node.content
-                is_generated = is_opened or is_generated and not is_closed
+                is_generated = "<!-- report:" in node.content or is_generated and "<!-- end" not in node.content
             elif node.type == "heading":  # its anchor as GitHub makes it
                 self.anchors.add(re.sub(r"[^\w\- ]", "", node.children[0].content.lower()).replace(" ", "-"))
             elif node.type == "tr":
@@ -54,20 +41,18 @@ class Page:
                 self.n_words += len(node.content.split())
 
     def code(self, language="python"):
-        """Return the blocks of code in that language."""
+        """-> the blocks of code in that language."""
         return [code for _, of_block, code in self.blocks if of_block == language]
 
     def commands(self):
-        """Return (line, what a reader types) for commands in blocks and in prose."""
-        lines = list(self.spans)
-        for first, language, code in self.blocks:
-            if language in ("", "text"):
-                lines += enumerate(re.sub(r"\\\n *", "", code).splitlines(), first)
-        return [(line, text) for line, text in lines if program_of(text)]
+        """-> (line, what a reader types), in blocks and in prose."""
+        lines = [(first + at, line) for first, language, code in self.blocks if language in ("", "text")
+                 for at, line in enumerate(re.sub(r"\\\n *", "", code).splitlines())]
+        return [(line, text) for line, text in lines + self.spans if program_of(text)]
 
 
 def program_of(line):
-    """Return the words of a command from its program on, without `sudo` and variables; [] of what is no command."""
+    """-> the words of a command from its program on, without `sudo` and variables; [] of what is no command."""
     words = list(itertools.dropwhile(lambda word: re.fullmatch("sudo|[A-Z_]+=.*", word), line.split()))
     is_command = len(words) > 1 and words[0] in PROGRAMS and not line.startswith(" ")
     return words if is_command else []

@@ -79,11 +79,10 @@ def test_with_a_clip_the_losses_part_in_the_last_digits_only(folder, straight):
     before = printed(folder, BEFORE)
     after = printed(folder, AFTER)
     assert before[:10] == after[:10] and before != straight  # a clip that changed nothing would show nothing
-    for ddp_line, line in zip(before, after, strict=True):
-        *ddp_step, ddp_loss = ddp_line.split()[:3]
-        *step, loss = line.split()[:3]
-        assert step == ddp_step
-        assert float(loss) == pytest.approx(float(ddp_loss), rel=0.01)
+    for line, its_line in zip(before, after, strict=True):
+        name, step, loss, *_ = line.split()
+        its_name, its_step, its_loss, *_ = its_line.split()
+        assert (name, step) == (its_name, its_step) and float(its_loss) == pytest.approx(float(loss), rel=0.01)
 
 
 def test_a_run_of_ddp_goes_on_in_stage_4(folder, straight):
@@ -102,6 +101,7 @@ def test_a_run_of_stage_4_goes_on_in_ddp(folder, straight):
 CLIP = """    scale = scaler.get_scale()
     norm = optimizer.clip_grad_norm_(MAX_NORM * scale) / scale
 """
+UNSCALED = "    scaler.unscale_(optimizer)\n    norm = optimizer.clip_grad_norm_(MAX_NORM)\n"
 WITH_DDP = [("optimizer.prefetch_params(model)\n",
              "optimizer.prefetch_params(model)\nddp = nn.parallel.DistributedDataParallel(model)\n"),
             ("mean_square(model, x, y) / ACC", "mean_square(ddp, x, y) / ACC")]
@@ -119,22 +119,46 @@ def error_below(number):
     return ".+".join(map(re.escape, error.split("…")))
 
 
-@pytest.mark.parametrize("number", ERRORS)
-def test_a_mistake_ends_the_first_step_with_the_error_of_the_page(folder, number):
-    """Train with the mistake: every rank ends before it prints a loss, and one at least shows the error of the page.
+def assert_all_end_and_show(ranks, pattern):
+    """All ranks end with code 1 before they print a loss, and the first of them that ends shows the error.
 
-    Each rank meets the mistake by itself. A rank that is still in its backward pass when the first rank ends may lose
-    the connection before.
+    Each rank meets the mistake by itself. One that is still in its backward pass when the first one ends may lose the
+    connection to it before it gets there.
     """
-    pattern = error_below(number)
-    ranks = run_in(folder, edited(AFTER, *ERRORS[number]))
+    assert [ended.code for ended in ranks] == [1] * len(ranks), ranks
     assert any(re.search(pattern, ended.stderr) for ended in ranks), ranks
     for ended in ranks:
-        assert ended.code == 1 and "loss" not in ended.stdout
         assert re.search(f"{pattern}|onnection", ended.stderr), ended.stderr
+        assert "loss" not in ended.stdout
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_a_mistake_ends_the_first_step_with_the_error_of_the_page(folder, number):
+    assert_all_end_and_show(run_in(folder, edited(AFTER, *ERRORS[number])), error_below(number))
+
+
+def test_unscale_is_refused_and_a_clip_that_forgets_the_scale_is_not(folder):
+    refusal = re.escape("GradScaler.unscale_() looks into param.grad")
+    assert_all_end_and_show(run_in(folder, edited(AFTER, (CLIP, UNSCALED))), refusal)
+    forgotten = edited(AFTER, (CLIP, "    norm = optimizer.clip_grad_norm_(MAX_NORM)\n"))
+    norms = [float(printed(folder, up_to(1, code))[0].split()[-1]) for code in (AFTER, forgotten)]
+    assert norms[1] == pytest.approx(1024 * norms[0], rel=1e-3)
+
+
+def test_zero_grad_of_the_whole_model_changes_nothing(folder, straight):
+    whole = edited(FREE_AFTER, ("    optimizer.zero_grad()\n", "    model.zero_grad()\n"))
+    assert printed(folder, whole) == straight
 
 
 SAVE = '        save(f"runs/stage4/step-{step + 1:08}", model, optimizer, extra)\n'
+
+
+def test_a_save_on_rank_0_alone_ends_at_the_time_out(folder):
+    alone = edited(AFTER, (SAVE, f"        if dist.get_rank() == 0:\n    {SAVE}"), ("= connect()", "= connect(20)"))
+    ranks = run_in(folder, alone)
+    assert [ended.code for ended in ranks] == [1, 1], ranks
+    # Who waits longest may see the connection of the other one end first.
+    assert any("Timed out waiting 20000ms" in ended.stderr for ended in ranks), ranks
 
 
 def test_the_state_of_rank_0_alone_is_refused_when_it_is_loaded(folder):
@@ -143,3 +167,39 @@ def test_the_state_of_rank_0_alone_is_refused_when_it_is_loaded(folder):
     loads = 'optimizer.load_state_dict(torch.load("runs/rank0.pt", weights_only=False))\n'
     for ended in run_in(folder, edited(AFTER, ("data = list", f"{loads}data = list"))):
         assert ended.code == 1 and re.search(error_below("4."), ended.stderr), ended.stderr
+
+
+# A network so slow that a message arrives only when somebody waits for it.
+LATE = """
+from stage4_overlap.transport import GlooTransport
+sent_at_once = GlooTransport.all_gather
+
+
+class Late:
+    def __init__(self, *message):
+        self.message = message
+
+    def wait(self):
+        for work in sent_at_once(*self.message):
+            work.wait()
+
+
+GlooTransport.all_gather = lambda transport, shards: [Late(transport, shards)]
+"""
+
+
+LOOK = """    early = [view.clone() for view in kept]
+    finished = [param.detach().clone() for param in model.parameters()]
+    show("old", step, torch.tensor(float(not all(map(torch.equal, early, finished)))))
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_was_taken_out_of_a_parameter_before_is_old_until_somebody_waits(folder, waits):
+    look = f"    optimizer.finish_param_sync()\n{LOOK}" if waits else LOOK
+    average = "    ema.update_parameters(model)\n"
+    code = edited(up_to(50, AFTER), ("ACCUMULATE, MAX_NORM", f"{LATE}\nACCUMULATE, MAX_NORM"),
+                  ("data = list", "kept = [param.data for param in model.parameters()]\ndata = list"),
+                  (average, look + average))
+    is_old = {line.split()[2] for line in printed(folder, code) if line.startswith("old")}
+    assert is_old == {"0.000000" if waits else "1.000000"}

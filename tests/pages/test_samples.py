@@ -6,7 +6,6 @@ programs: they run on two ranks, or as many as `--nproc-per-node` in their first
 
 import functools
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,31 +19,23 @@ from tests.pages import PAGES, Page
 from tests.ranks import ROOT, run_ranks
 
 
-class Sample(NamedTuple):
-    page: str
-    heading: str  # the one above
-    code: str
-
-    def file(self):
-        """Return the name of the file that the first line names, or ""."""
-        return "".join(re.findall(r"\A# (\w+\.py)$", self.code, re.MULTILINE))
-
-
 def samples(page):
-    """Return the Samples of a page."""
-    result = []
-    heading = page
-    text = Page(f"docs/{page}.md").text
-    for title, code in re.findall(r"^#+ ([^\n]*)$|^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    """-> (page, the heading above it, code) of each sample."""
+    heading, parts = page, r"^#+ ([^\n]*)$|^```python\n(.*?)^```$"
+    for title, code in re.findall(parts, Page(f"docs/{page}.md").text, re.MULTILINE | re.DOTALL):
         heading = title or heading
         if code:
-            result.append(Sample(page, heading, code))
-    return result
+            yield page, heading, code
 
 
-ALL = [*samples("guide"), *samples("checkpoints"), *samples("experts"), *samples("same_bits")]
-FILES = {sample.file(): sample.code for sample in ALL if sample.file()}
-PROGRAMS = [sample for sample in ALL if not sample.file()]
+def file_name(code):
+    named = re.match(r"# (\w+\.py)$", code, re.MULTILINE)
+    return named and named[1]
+
+
+ALL = [sample for page in ("guide", "checkpoints", "experts", "same_bits") for sample in samples(page)]
+FILES = {file_name(code): code for _, _, code in ALL if file_name(code)}
+PROGRAMS = [sample for sample in ALL if not file_name(sample[-1])]
 
 
 def fill(folder):
@@ -68,17 +59,17 @@ def run_in(folder, code, *args):
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("sample", PROGRAMS, ids=lambda sample: f"{sample.page}-{sample.heading}")
-def test_a_sample_runs(folder, sample):
-    """Run a sample: every rank ends without an error. The sample of the same bits prints the same on every rank."""
-    ranks = run_in(folder, sample.code)
+@pytest.mark.parametrize("page, heading, code", PROGRAMS, ids=[f"{page}-{heading}" for page, heading, _ in PROGRAMS])
+def test_a_sample_runs(folder, page, heading, code):
+    """Every rank ends without an error; that of the same bits prints the same on every rank."""
+    ranks = run_in(folder, code)
     assert [ended.stderr for ended in ranks if ended.code] == []
-    assert sample.page != "same_bits" or len({ended.stdout for ended in ranks}) == 1
+    assert page != "same_bits" or len({ended.stdout for ended in ranks}) == 1
 
 
 @pytest.mark.waits
 def test_a_rank_that_is_lost_ends_the_other_with_one_line(folder):
-    (code,) = [sample.code for sample in PROGRAMS if "--fail" in sample.code]
+    (code,) = [code for _, _, code in PROGRAMS if "--fail" in code]
     other, lost = run_in(folder, code, "--fail")
     assert (other.code, lost.code) == (1, 3)
     assert re.fullmatch(r"rank 0: .+\n", other.stderr), other.stderr
@@ -88,7 +79,7 @@ def test_a_rank_that_is_lost_ends_the_other_with_one_line(folder):
 
 
 def names_of(page, opening, **names):
-    """Run the block of Python that begins so, with these names, and return all names that the block leaves."""
+    """-> the names that the block of Python which begins so leaves, run with these."""
     (code,) = [code for code in Page(page).code() if code.startswith(opening)]
     names |= {"torch": torch, "dist": dist}
     exec(code.replace("torch.distributed.init_process_group()\n", ""), names)  # there is one already
@@ -113,14 +104,14 @@ class Loss(nn.Module):
 
 
 def is_replicated(rank, model, make_optimizer):
-    """Whether DDP with an optimizer trains another model to the same bits."""
-    ddp = DistributedDataParallel(Loss())
-    optimizer = make_optimizer(ddp.parameters())
+    """Whether DDP with that optimizer trains another model to the same bits."""
+    other = Loss()
+    forward, optimizer = DistributedDataParallel(other), make_optimizer(other.parameters())
     for batch in batches_of(rank.number):
-        ddp(batch).backward()
+        forward(batch).backward()
         optimizer.step()
-        ddp.zero_grad()
-    return all(map(torch.equal, model.parameters(), ddp.parameters()))
+        forward.zero_grad()
+    return all(torch.equal(one, its) for one, its in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def in_60_seconds(rank):
@@ -137,8 +128,7 @@ def stage_4(rank):
 
 
 def rung_between(rank):
-    model = Loss()
-    names = names_of(f"{STAGE_3}/README.md", "# not in the core")
+    names, model = names_of(f"{STAGE_3}/README.md", "# not in the core"), Loss()
     for batch in batches_of(rank.number):
         model(batch).backward()
         names["step"](list(model.parameters()), 0.1, rank.number, rank.world_size)
@@ -146,8 +136,24 @@ def rung_between(rank):
     return is_replicated(rank, model, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
+def buffers_of_rank_0(rank):
+    """Return whether the guide's function gives every rank the buffers that DDP's rank 0 has, which others hadn't."""
+    (function,) = re.findall(r"^def broadcast_buffers.*\n(?: .*\n)+", Page("docs/guide.md").text, re.MULTILINE)
+    exec(function, names := {"torch": torch})
+    model = nn.BatchNorm1d(6)
+    forward = DistributedDataParallel(nn.BatchNorm1d(6))
+    for batch in batches_of(rank.number):
+        model(batch).sum().backward()
+        forward(batch).sum().backward()
+    own = model.running_mean.clone()
+    names["broadcast_buffers"](model)
+    expected = forward.module.running_mean
+    dist.broadcast(expected, src=0)
+    return torch.equal(model.running_mean, expected) and torch.equal(own, expected) == (rank.number == 0)
+
+
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize("trained", [in_60_seconds, stage_4, rung_between])
+@pytest.mark.parametrize("trained", [in_60_seconds, stage_4, rung_between, buffers_of_rank_0])
 def test_what_a_page_writes_in_a_few_lines_is_ddp_to_the_bit(run, world_size, trained):
     assert all(run(trained))
 
@@ -160,5 +166,5 @@ def test_no_other_page_has_python_that_nobody_runs():
     """Chapters show code of a core, see test_chapters; tests/grade fills in what is in exercise.md; questions.md and
     migrate.md have tests of their own."""
     others = {"README.md", "docs/exercise.md", "docs/migrate.md", "docs/questions.md", "variants/README.md",
-              *(f"docs/{sample.page}.md" for sample in ALL)}
+              *(f"docs/{page}.md" for page, *_ in ALL)}
     assert {page.name for page in PAGES if page.code()} == others | {f"{stage}/README.md" for stage in STAGES}
