@@ -4,26 +4,25 @@ import ast
 import difflib
 import inspect
 import re
-import shutil
-import subprocess
 import sys
 
 import pytest
 
 from guard.guarded import Guarded
 from harness import STAGE_1, STAGE_4
-from harness.publishing.stages import CORE, code_lines, parts_of, show_difference
+from harness.publishing.stages import BETWEEN, CORE, code_lines, parts_of, show_difference
 from tests.common import STAGES, optimizer_of
 from tests.ranks import ROOT
 
 CORES = [[ROOT / stage / name for name in CORE if (ROOT / stage / name).exists()] for stage in STAGES]
 GUARDS = [path for folder in ("guard", *STAGES) for path in sorted((ROOT / folder).glob("*.py"))
           if folder == "guard" or path.name not in ("train.py", "__init__.py", *CORE)]
-TAKEN = [*sum(CORES, []), *GUARDS, *sorted((ROOT / "checkpoint").glob("*.py"))]
+FILES_OF_CORES = [path for core in CORES for path in core]
+TAKEN = [*FILES_OF_CORES, *GUARDS, *sorted((ROOT / "checkpoint").glob("*.py"))]
 
 
-def all_code(core):
-    return [line for path in core for line in code_lines(path).values()]
+def all_code(paths):
+    return [line for path in paths for line in code_lines(path).values()]
 
 
 # ----------------------------------------------------------------------------------------------------------- lengths
@@ -31,11 +30,12 @@ def all_code(core):
 
 def test_cores_and_guards_can_be_read():
     assert all(len(all_code(core)) <= budget for core, budget in zip(CORES, (60, 70, 150, 270), strict=True))
-    for path in sum(CORES, []):
-        code = code_lines(path).keys()
+    for path in FILES_OF_CORES:
+        numbers = code_lines(path).keys()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                assert len(code & set(range(node.lineno, node.end_lineno + 1))) <= 25, f"{path}: {node.name}"
+                of_function = numbers & set(range(node.lineno, node.end_lineno + 1))
+                assert len(of_function) <= 25, f"{path}: {node.name}"
     assert len(all_code(GUARDS)) <= 2180  # each line states one fact
 
 
@@ -58,16 +58,16 @@ def test_cores_have_the_same_methods_in_the_same_order_and_share_the_rest_to_the
     parts = [{name: lines for path in core for name, lines in parts_of(path).items()} for core in CORES]
     for old, new, idea in zip(parts[:-1], parts[1:], IDEAS, strict=True):
         changed = {name for name in old.keys() & new.keys() if old[name] != new[name]}
-        assert changed - {"imports and constants", "class ShardedOptimizer"} == idea
+        assert changed - {BETWEEN} == idea
 
 
 def test_make_diff_goes_method_by_method_through_the_cores_and_nothing_else(capsys):
-    """All lines of the newer core that are not said to be unchanged, and no line of its other methods."""
+    """Print the lines of the newer core, but for methods that are unchanged: these are named in one line."""
     show_difference(3, 4)
     assert re.findall(r"^=+ (\S+): stage 3 -> stage 4$", capsys.readouterr().out, re.MULTILINE) == list(CORE)
     show_difference(1, 2)
     text = capsys.readouterr().out
-    assert re.findall(r"^(?:changed|new|gone): (.*)$", text, re.MULTILINE) == ["imports and constants", "sync_params"]
+    assert re.findall(r"^(?:changed|new|gone): (.*)$", text, re.MULTILINE) == [BETWEEN, "sync_params"]
     (unchanged,) = re.findall(r"^unchanged: (.*)$", text, re.MULTILINE)
     assert {"__init__", "shard", "sync_grads", "step_own", "step", "average"} <= set(unchanged.split(", "))
     assert "+        gathered = padded.new_empty" in text and "def shard" not in text
@@ -87,12 +87,13 @@ def test_train_differs_in_the_import_and_the_prefetch_only():
 
 def test_a_core_knows_nothing_of_what_its_guard_is_for():
     words = "GradScaler|closure|DTensor|weakref|_version|__class__|compile|thread"
-    assert not [path for path in sum(CORES, []) if re.search(words, path.read_text(), re.IGNORECASE)]
+    assert not [path for path in FILES_OF_CORES if re.search(words, path.read_text(), re.IGNORECASE)]
 
 
 def test_what_is_taken_home_needs_torch_alone_calls_collectives_through_the_module_and_changes_nothing_at_import():
-    """The ledger counts what goes through `torch.distributed`, the module. Warning filters, hooks, streams are what a
-    constructor may change, and a program. import-linter has the rest."""
+    """The ledger counts what goes through `torch.distributed`, the module. Only a constructor, or a program, may change
+    warning filters, hooks and streams. import-linter has the rest.
+    """
     ours = {"torch", "guard", *STAGES, *sys.stdlib_module_names}
     for path in TAKEN:
         source, tree = path.read_text(), ast.parse(path.read_text())
@@ -131,12 +132,22 @@ def test_what_is_private_in_torch_has_a_test_that_names_it():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_super_is_the_core_in_every_class_of_a_guard(stage):
-    """So that each method has one place that says in which order things happen."""
+    """So each method has one place that says in which order things happen."""
     guards = [cls for cls in optimizer_of(stage).__mro__ if issubclass(cls, Guarded)]
-    called = [re.findall(r"super\(\)\.(\w+)", inspect.getsource(cls)) for cls in guards]
-    assert {"shard", "sync_grads", "step_own", "step"} <= set(sum(called, [])) and guards[-1] is Guarded
-    for n, names in enumerate(called):
-        assert not [name for name in names for behind in guards[n + 1 :] if name in vars(behind)], guards[n]
+    assert guards[-1] is Guarded
+    called = set()
+    for n, cls in enumerate(guards):
+        names = re.findall(r"super\(\)\.(\w+)", inspect.getsource(cls))
+        called.update(names)
+        assert not [name for name in names for other in guards[n + 1 :] if name in vars(other)], cls
+    assert {"shard", "sync_grads", "step_own", "step"} <= called
+
+
+def test_there_is_one_version():
+    """Compare pyproject.toml, each stage, which goes elsewhere alone, and the top of the changelog."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {sys.modules[stage].__version__ for stage in STAGES if optimizer_of(stage)} == {version}
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
 
 
 # ------------------------------------------------------------------------------------------ what contributors rely on
@@ -148,20 +159,3 @@ def test_ci_runs_targets_of_the_makefile():
                          (".github/workflows/ci.yml", {"check", "test", "test-all", "faults"})):
         found = re.findall(r"^\s*(?:- run: )?make ([a-z][a-z-]+)", (ROOT / file).read_text(), re.MULTILINE)
         assert set(found) == called <= set(targets)
-
-
-def test_there_is_one_version():
-    """Of pyproject.toml, of each stage, which goes elsewhere alone, and on top of the changelog."""
-    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert {sys.modules[stage].__version__ for stage in STAGES if optimizer_of(stage)} == {version}
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
-
-
-def test_clean_removes_nothing_else(tmp_path):
-    """`runs 2/__pycache__` is one path, and not `runs` and another one."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for folder in ("runs", "runs 2/__pycache__", ".venv/lib"):
-        (tmp_path / folder).mkdir(parents=True)
-    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "runs", "runs 2"]
-    assert not (tmp_path / "runs 2" / "__pycache__").exists()
