@@ -147,7 +147,8 @@ def test_a_file_that_cant_be_shown_is_refused_in_one_line_and_nothing_is_written
     page.write_text(before := page.read_text(encoding="utf-8").replace("12.00", "11.00"), encoding="utf-8")
     for text, says in (
             ("", "bench.json can't be shown.*Expecting value"),
-            ('{"schema": 2}', "its schema is 2, this program's is 3"), ('{"schema": 3, "made": {}}', "it has other fields"),
+            ('{"schema": 2}', "its schema is 2, this program's is 3"),
+            ('{"schema": 3, "made": {}}', "it has other fields"),
             (tables.to_json(part), "a part of what was to be measured"), (None, "No such file")):
         path.unlink() if text is None else path.write_text(text)
         with pytest.raises(SystemExit, match=f"^report: .*{says}"):
