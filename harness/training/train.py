@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import shutil
 import signal
 import sys
@@ -185,6 +186,7 @@ class StopSignal:
     def _take_note(self, signal_number, frame):
         self.numbers.append(signal_number)
         if signal_number == signal.SIGINT:
+            sys.unraisablehook = end_by_late_signal
             for ends_now in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(ends_now, signal.SIG_DFL)
 
@@ -193,6 +195,13 @@ class StopSignal:
         largest = torch.tensor(max(self.numbers))  # () int64
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return signal.Signals(largest.item()) if largest else None
+
+
+def end_by_late_signal(unraisable):
+    """End this rank by a signal that came while its handler was being taken away: Python reports that as an OSError."""
+    if "ignored due to race condition" in str(unraisable.exc_value):
+        os.kill(os.getpid(), signal.SIGTERM)
+    sys.__unraisablehook__(unraisable)
 
 
 class Checkpoints:

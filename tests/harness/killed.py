@@ -54,6 +54,7 @@ def at_file_operation_of_save(operation, number):
 
 
 N_MODULES = 21  # that a nano model calls in a forward pass
+N_VALIDATED = 11  # batches on which it is evaluated before the first step
 
 
 def at_moment(moment, number):
@@ -63,7 +64,7 @@ def at_moment(moment, number):
     elif name == "backward":
         register_module_full_backward_hook(at_call(N_MODULES * 15, number))
     else:  # parameters are being sent
-        register_module_forward_pre_hook(at_call(N_MODULES * 15 + 9, number))
+        register_module_forward_pre_hook(at_call(N_MODULES * (N_VALIDATED + 15) + 9, number))
 
 
 if __name__ == "__main__":

@@ -212,6 +212,17 @@ def test_after_ctrl_c_a_run_saves_and_says_where_in_a_line_and_a_second_one_ends
         assert last_line == f"stopped by SIGINT after step {number}, saved in {path}: the same command goes on"
 
 
+def test_sigterm_that_comes_together_with_ctrl_c_ends_a_rank_without_a_traceback():
+    """Unblock both signals at once: Python calls the handler of Ctrl-C, which takes away the handler of SIGTERM."""
+    code = ("import os, signal; from harness.ranks.meeting import connect;"
+            "from harness.training.train import StopSignal; connect(); StopSignal(30); both = {signal.SIGINT, signal.SIGTERM};"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, both); [os.kill(os.getpid(), one) for one in both];"
+            "signal.pthread_sigmask(signal.SIG_UNBLOCK, both)")
+    process = start("-c", code, preexec_fn=hears_ctrl_c)
+    _, stderr = process.communicate(timeout=300)
+    assert (process.returncode, stderr) == (-signal.SIGTERM, "")
+
+
 def test_a_mistake_that_ranks_find_is_the_only_line():
     """Name a file that doesn't exist. The launcher must leave torchrun's report out."""
     process = start(*LAUNCH, "--data", "/nowhere")
