@@ -215,9 +215,9 @@ def test_after_ctrl_c_a_run_saves_and_says_where_in_a_line_and_a_second_one_ends
 def test_sigterm_that_comes_together_with_ctrl_c_ends_a_rank_without_a_traceback():
     """Unblock both signals at once: Python calls the handler of Ctrl-C, which takes away the handler of SIGTERM."""
     code = ("import os, signal; from harness.ranks.meeting import connect;"
-            "from harness.training.train import StopSignal; connect(); StopSignal(30); both = {signal.SIGINT, signal.SIGTERM};"
-            "signal.pthread_sigmask(signal.SIG_BLOCK, both); [os.kill(os.getpid(), one) for one in both];"
-            "signal.pthread_sigmask(signal.SIG_UNBLOCK, both)")
+            "from harness.training.train import StopSignal; connect(); StopSignal(30);"
+            "both = {signal.SIGINT, signal.SIGTERM}; signal.pthread_sigmask(signal.SIG_BLOCK, both);"
+            "[os.kill(os.getpid(), number) for number in both]; signal.pthread_sigmask(signal.SIG_UNBLOCK, both)")
     process = start("-c", code, preexec_fn=hears_ctrl_c)
     _, stderr = process.communicate(timeout=300)
     assert (process.returncode, stderr) == (-signal.SIGTERM, "")
