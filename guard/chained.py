@@ -59,7 +59,7 @@ class Chained:
         self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # all ranks that train the model
         all_ranks = dist.get_process_group_ranks(self._agreement_group)
         ranks_of_each = [dist.get_process_group_ranks(group) for group in agreement_groups]
-        self.n_ranks_of_each = [len(ranks) for ranks in ranks_of_each]  # so many ranks know an optimizer's norm
+        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # for each optimizer, how many ranks know its norm
         if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
@@ -136,7 +136,7 @@ class Chained:
         self.finish_grad_sync(max_norm=max_norm, norm_type=norm_type)
         # (norm^p / n)^(1 / p) is norm * n^(-1 / p). For p = inf, where a maximum takes the place of a sum, it is norm.
         shares = [optimizer._total_norm(norm_type) * n_ranks ** (-1 / norm_type)
-                  for optimizer, n_ranks in zip(self.optimizers, self.n_ranks_of_each)]
+                  for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
         norm = torch.linalg.vector_norm(tensors_of_ranks(share, self._agreement_group), float(norm_type))
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
