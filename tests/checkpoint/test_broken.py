@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import checkpoint
@@ -79,6 +79,10 @@ def code_as_tensor(metadata, folder):
             metadata.storage_data[index] = place
 
 
+def value_for_a_tensor(metadata, folder):
+    metadata.state_dict_metadata[MOMENT] = BytesStorageMetadata()
+
+
 def gap_in_a_tensor(metadata, folder):
     metadata.state_dict_metadata[MOMENT].chunks.pop()
 
@@ -92,6 +96,7 @@ BROKEN = {  # name -> (function of a folder, words of the error). Only `forge` m
     "code": (lambda folder: forge(folder, code_as_metadata), r"metadata is damaged: it names \w+\._exit"),
     "code in a value": (lambda folder: forge(folder, code_as_value), "extra.0 is damaged: it is no plain value"),
     "code in a tensor": (lambda folder: forge(folder, code_as_tensor), "a tensor is damaged: it is no plain value"),
+    "a value for a tensor": (lambda folder: forge(folder, value_for_a_tensor), f"it has no {MOMENT}"),
     "a gap": (lambda folder: forge(folder, gap_in_a_tensor), "tensors aren't complete"),
 }
 
