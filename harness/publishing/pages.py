@@ -139,7 +139,7 @@ CORES = {"1 naive broadcast": STAGE_1, "2 all-gather": STAGE_2, "3 grad buffer":
 
 LADDER_NOTE = """\
 After a step a rank holds 8 + 8/d bytes per parameter in stages 1 to 3, 4 + 12/d and the bucket buffers in stage 4, and
-16/d with FSDP2. The values sent leave out the factor (d-1)/d, and the padding of stage 2. Time is that of a whole
+16/d with FSDP2. The column *values sent* omits the factor (d-1)/d and stage 2's padding. Time is that of a whole
 training step with `DistributedOptimizer`, divided by a step of DDP with its best bucket size. Time and peak memory,
 which includes activations, were measured in fp32 on two hosts, emulated on one machine of two cores."""
 
