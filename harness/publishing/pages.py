@@ -155,9 +155,8 @@ def ladder():
     lines = tables.sheet_of("", counted.row_keys, {
         "stage": name_column(str), "lines": column("code lines of the core", lines_of)})
     joined = beside("", counted, measured, lines)
-    of_this_table = report.conditions.replace("float32 and bfloat16", "float32")  # the run has rows of both
-    made_line = tables.made_line(report.made, of_this_table)
-    notes = [LADDER_NOTE, f"Link: {report.drawn['rate']}. {made_line}"]
+    where = f"{report.drawn['rate']}, {report.made.machine}, {report.made.date}"
+    notes = [f"{LADDER_NOTE} ({where}: [methods](results/methods.md))"]
     return tables.markdown(dataclasses.replace(joined, notes=notes))
 
 
