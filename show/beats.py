@@ -87,7 +87,7 @@ def resolved(id, recording, right=None):
     `right` is the recording that is shown beside it, and in a beat the frame of that recording.
     """
     program = "idea" if id.startswith("idea") else id
-    return [resolved_beat(beat, recording, right) for beat in BEATS[program]]
+    return [resolved_beat(beat, recording, right) for beat in BEATS.get(program, [])]
 
 
 def resolved_beat(beat, recording, right):

@@ -201,7 +201,7 @@ const cutAtComma = (text, most) => (text.length <= most ? text : `${text.slice(0
     outlined what has been in flight since frame `from` -> [svg, height, where the band begins]. */
 function drawOverlap(p, width, high, from, k) {
   const lines = [...new Set(p.operations.map(({ line }) => line))], isLive = ({ start, end }) => start <= k && k < end;
-  const left = 12 + 6 * Math.max(...lines.map((line) => line.length)), tall = 18 + lines.length * high;
+  const left = 12 + 6 * Math.max(0, ...lines.map((line) => line.length)), tall = 18 + lines.length * high;
   const x = (frame) => left + (frame / p.frames.length) * (width - left), top = (line) => 18 + lines.indexOf(line) * high;
   const phases = p.phases.map(({ phase, start, end }) => {
     const wide = x(end) - x(start), isNow = k >= start && k < end;
@@ -224,7 +224,8 @@ function drawOverlap(p, width, high, from, k) {
 // ------------------------------------------------------------------------------------------------ beats and lines
 
 const WITH_D = ["idea-2", "idea", "idea-8"]; // as the slider has them
-const now = { id: "0", k: 0, beat: 0, playing: false }; // beat: -1 where lines are shown, one by one
+// beat: -1 where lines are shown, one by one; so it is of a package of the reader's own, which has no beats
+const now = { id: "", k: 0, beat: 0, playing: false };
 
 const beats = () => player(now.id).beats;
 /** The frame that the picture is compared with: everything that has changed since is marked. */
@@ -239,6 +240,7 @@ const nextStage = () => stages()[stages().findIndex(isNow) + 1];
 
 /** Show a beat; if it `moves`, with all that has been sent since the beat before -> the ms that this takes. */
 function toBeat(beat, moves = false) {
+  if (!beats().length) return toFrame(now.k);
   const to = clamp(beat, beats().length - 1);
   Object.assign(now, { beat: to, k: beats()[to].frame });
   draw();
@@ -254,6 +256,7 @@ function toFrame(k) {
 const nearest = (k) => clamp(beats().filter(({ frame }) => frame < k).length, beats().length - 1);
 
 function step(by) {
+  if (!beats().length) return toFrame(now.k + by);
   let to = now.beat + by;
   if (now.beat < 0) {
     const at = nearest(now.k), { frame } = beats()[at];
@@ -586,12 +589,13 @@ function swipe({ changedTouches: [to] }) {
 function follow() {
   const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^/.]*)([/.]?)(.*)$/) || [];
   const isCalculating = ["bytes", "calculator"].includes(id);
+  const { id: known } = DATA.programs.find((one) => one.id === id && !one.hidden) || DATA.programs[0];
+  now.id ||= known;
   showCalculator(isCalculating);
   if (isCalculating) {
     drawFooter(player(now.id));
     return;
   }
-  const { id: known } = DATA.programs.find((one) => one.id === id && !one.hidden) || DATA.programs[0];
   const place = +at - 1 || 0, isLine = mark === "/" && at !== "wrong";
   select(known, isLine ? 0 : place, isLine ? place : undefined);
 }
