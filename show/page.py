@@ -1,4 +1,4 @@
-"""Makes the page that plays: the idea, replicated training, the four stages, and each chapter's "bug that you will write".
+"""Makes the page that plays: the idea, replicated training, the stages, and each chapter's "bug that you will write".
 
 The page is one file that needs nothing else. It can hold one program alone, too: that is what `make show` writes.
 """
