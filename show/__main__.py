@@ -26,7 +26,7 @@ def main():
         if args.pages:
             page.write_all()
         else:
-            command_line.check_writable("writes", page.ALONE, parser.error)
+            command_line.check_writable("the page", page.ALONE, parser.error)
             page.write_alone(args.stage)
     except WorkerError as error:
         sys.exit(f"show: {error}\n{error.details}")
