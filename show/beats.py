@@ -91,8 +91,7 @@ def resolved(id, recording, right=None):
 
     right: the recording that is shown beside this one, if any. A beat then has the frame of `right` under "right", too.
     """
-    program = "idea" if id.startswith("idea") else id
-    return [resolved_beat(beat, recording, right) for beat in BEATS.get(program, [])]
+    return [resolved_beat(beat, recording, right) for beat in BEATS.get(id, [])]
 
 
 def resolved_beat(beat, recording, right):

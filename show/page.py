@@ -4,6 +4,7 @@ The page is one file that needs nothing else. It can hold one program alone, too
 """
 
 import base64
+import functools
 import gzip
 import json
 from dataclasses import dataclass, replace
@@ -93,6 +94,7 @@ SHOWN = (
 )
 
 
+@functools.cache
 def recorded(program):
     """Return the recording of a program (see frames.py), with the places at which its cells are drawn."""
     with Workers(program.ranks, timeout_s=600) as workers:
@@ -102,13 +104,11 @@ def recorded(program):
 
 def recordings_of(programs_shown):
     """Return the recording of each Shown, with what the page says of it; then the recordings that are shown beside."""
-    programs = {shown.program for shown in programs_shown} | {shown.right for shown in programs_shown if shown.right}
-    recording_of = {program: recorded(program) for program in programs}
     recordings = []
     beside = []
     for shown in programs_shown:
-        recording = recording_of[shown.program]
-        right = recording_of.get(shown.right)
+        recording = recorded(shown.program)
+        right = recorded(shown.right) if shown.right else None
         details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug, "tab": shown.tab,
                    "beats": beats.resolved(shown.id, recording, right)}
         if shown.is_bug:

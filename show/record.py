@@ -18,7 +18,7 @@ from .frames import CELL_BYTES
 from .trace import Trace
 from .wires import Wires
 
-CORE_FILES = ("replicated.py", "optimizer.py", "buffer.py", "transport.py")
+FILES_BESIDE = ("buffer.py", "transport.py")  # what the core is split into, beside its module
 ADAMW = {"lr": 1.0, "weight_decay": 0.0}
 
 
@@ -89,10 +89,10 @@ def core_module(package):
 
 def core_files(package):
     """Return {path: name} of the files that are watched, show/loop.py first."""
-    folder = Path(core_module(package).__file__).parent
+    core = Path(core_module(package).__file__)
     files = {loop.__file__: "loop.py"}
-    for name in CORE_FILES:
-        path = folder / name
+    for name in (core.name, *FILES_BESIDE):
+        path = core.with_name(name)
         if path.exists():
             files[str(path)] = name
     return files

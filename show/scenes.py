@@ -57,7 +57,7 @@ class Flight(NamedTuple):
     start: float
     stop: float
     landing: float  # when all messages of the operation have arrived
-    is_followed: bool  # by the reader's eye: one message alone, with its values
+    is_followed: bool = False  # by the reader's eye: one message alone, with its values
 
 
 class Timetable(NamedTuple):
@@ -96,7 +96,7 @@ def timetable(recording):
                 messages = messages[1:]
                 second = arrival
             landing = second + TOGETHER_S
-            flights.append(Flight(operation, messages, second, landing, landing, is_followed=False))
+            flights.append(Flight(operation, messages, second, landing, landing))
             second = landing
         last_frame = beat["frame"]
         changes.append((second, last_frame))
@@ -194,11 +194,6 @@ def draw_timeline(picture, recording, changes, top):
     left = LEFT + 88
     frame_width = (WIDTH - LEFT - left) / n_frames
 
-    def draw_bar(operation, y, kind, *span):
-        x = left + operation["start"] * frame_width
-        width = (operation["end"] - operation["start"]) * frame_width
-        picture.rect(x, y, width, BAR - 2, f"bar {operation['what']}{kind}", *span)
-
     phases = [(frame["step"], frame["phase"]) for frame in recording["frames"]]
     backward = phases.index((0, "backward"))
     after_backward = n_frames - phases[::-1].index((0, "backward"))
@@ -216,10 +211,12 @@ def draw_timeline(picture, recording, changes, top):
             name = f"bucket {1 + buckets.index(operation['params'])}"
         y = top + BAR * lines.setdefault(name, 1 + len(lines))
         picture.text(LEFT, y + 9, name)
-        draw_bar(operation, y, "")
+        x = left + operation["start"] * frame_width
+        width = (operation["end"] - operation["start"]) * frame_width
+        picture.rect(x, y, width, BAR - 2, f"bar {operation['what']}")
         for frame, *span in changes:
             if operation["start"] <= frame < operation["end"]:
-                draw_bar(operation, y, " live", *span)
+                picture.rect(x, y, width, BAR - 2, f"bar {operation['what']} live", *span)
     for frame, *span in changes:
         picture.rect(left + frame * frame_width, top + BAR, 1.5, BAR * len(lines), "ink", *span)
     return top + BAR * (1 + len(lines)) + 2

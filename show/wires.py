@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-COLLECTIVES = ("broadcast", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 # Operators that don't read a tensor before they write it, as add_ and others do.
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
@@ -78,8 +77,9 @@ class Wires(TorchDispatchMode):
 
     def collectives(self):
         """Return a context in which torch.distributed has the next four methods in place of its functions."""
-        methods = {name: getattr(self, name) for name in COLLECTIVES}
-        return mock.patch.multiple(dist, **methods)
+        return mock.patch.multiple(
+            dist, broadcast=self.broadcast, all_reduce=self.all_reduce,
+            reduce_scatter_tensor=self.reduce_scatter_tensor, all_gather_into_tensor=self.all_gather_into_tensor)
 
     def broadcast(self, tensor, src=None, group=None, group_src=None):
         root = group_src if src is None else src

@@ -214,13 +214,13 @@ def opened(started, place="", width=1280, height=800, path=page.PAGE, **settings
         shown = context.new_page()
         logged = []
         requests = []
-        shown.on("console", logged.append)
-        shown.on("pageerror", logged.append)
+        for event in ("console", "pageerror"):
+            shown.on(event, lambda said: logged.append(str(said)))
         shown.on("request", lambda request: requests.append(request.url))
         shown.goto(f"{path.as_uri()}#{place}")
         shown.wait_for_selector("body[data-ready]")
         yield shown
-        assert list(map(str, logged)) == []
+        assert logged == []
         assert requests == [path.as_uri()]
 
 
