@@ -121,11 +121,11 @@ def sharding_as_on_a_cluster(package, core):
     core: the ShardedOptimizer of the package.
     """
     with contextlib.ExitStack() as patches:
-        torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+        torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
         patches.callback(torch.use_deterministic_algorithms, False)
         # The usual alignment, 64 bytes, would pad the few elements of a shard, and cut through no parameter.
         buffer = sys.modules.get(f"{package}.buffer")
-        if buffer:
+        if hasattr(buffer, "ALIGNMENT"):
             patches.enter_context(mock.patch.object(buffer, "ALIGNMENT", CELL_BYTES))
         # Stage 4 calls reduce-scatters and all-gathers, as on NCCL, whatever carries the messages here.
         transport = sys.modules.get(f"{package}.transport")
