@@ -1,10 +1,9 @@
-"""Watch one training step, line by line, on every rank: in the terminal, or as the page that plays (docs/watch.html).
+"""Watch one training step, line by line, on every rank: write a page that plays it, for a browser.
 
-    make show STAGE=3                the core of a stage; 0: replicated training; mine: a package of make exercise
-    make show HTML=1                 docs/watch.html and the figures of the chapters, anew
+    make show STAGE=3                measured/show.html: a stage; 0: replicated training; mine: your own package
+    make show HTML=1                 docs/watch.html, which has all stages, and the figures of the chapters, anew
 
-The ranks are four processes, and the core is the stage's own, recorded from outside. Files are written only with
---pages. Exit code: 0; 1 when a rank fails.
+The ranks are four processes, and the core is the stage's own, recorded from outside. Exit code: 0; 1 when a rank fails.
 """
 
 import sys
@@ -12,26 +11,23 @@ import sys
 from harness.ranks import command_line
 
 
-def options():
+def main():
+    command_line.begin()
     parser = command_line.Parser("show", __doc__)
     parser.add_argument("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
     parser.add_argument("--pages", action="store_true", help="write docs/watch.html and the figures")
-    return parser.parse_args()
-
-
-def main():
-    command_line.begin()
-    args = options()
+    args = parser.parse_args()
     # A mistake is told before torch is loaded, which takes seconds.
     from harness.ranks.workers import WorkerError
 
-    from . import page, terminal
+    from . import page
 
     try:
         if args.pages:
             page.write_all()
         else:
-            terminal.record_and_play(args.stage)
+            command_line.check_writable("the page", page.ALONE, parser.error)
+            page.write_alone(args.stage)
     except WorkerError as error:
         sys.exit(f"show: {error}\n{error.details}")
 

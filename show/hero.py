@@ -1,9 +1,9 @@
 """The picture of README.md's first screen: a step of DDP, of stage 3 and of stage 4, one after the other on one clock.
 
-It is a diagram and no recording: a row is a kind of memory, cut into the quarters of four ranks. Its bytes and values
-are those of AdamW in fp32, d = 4. The clock starts with the backward pass and stops after the next forward pass. The
-same work takes the same time in each system: what a forward pass, a backward pass and half of an all-reduce take beside
-each other was measured at 300 Mbit/s, where README.md's table has its times.
+The picture is a diagram and no recording: a row is a kind of memory, cut into the quarters of four ranks. Bytes and
+values are those of AdamW in fp32, d = 4. The clock starts with the backward pass and stops after the next forward pass.
+The same work takes the same time in each system. How long a forward pass, a backward pass and half of an all-reduce
+take beside each other was measured at 300 Mbit/s, as were the times in README.md's table.
 """
 
 from itertools import permutations, product
@@ -15,7 +15,7 @@ RANKS = range(4)
 LEFT = 78  # pixels
 RANK = 92  # width of a rank
 GAP = 12
-CELL = 23
+CELL = 23  # width of a quarter
 LINE = 11
 WIDTH = 500
 UNIT = 28  # pixels of a unit of the clock
@@ -25,20 +25,20 @@ PAUSE_S = 2.2
 # In units of the clock.
 BACKWARD = 4
 FORWARD = 2
-HALF = 4.105  # of an all-reduce
+HALF_ALL_REDUCE = 4.105
 UPDATE = 0.2  # of all parameters
-BUCKET = 0.25  # until the first bucket is full
-JUST_AFTER_0 = 0.01  # what is there at 0 is seen before the clock starts, too
+FIRST_BUCKET = 0.25  # until the first bucket is full
+JUST_AFTER_0 = 0.01  # what a history has at 0 is seen before the clock starts, too
 ROWS = ("parameters", "gradients", "moments", "")  # the last: the other moments
 
 
 class System(NamedTuple):
-    """What happens when, in units of the clock: (start, end)."""
+    """DDP, stage 3 or stage 4: what happens when. Times are units of the clock; a pair of times is (start, end)."""
     title: str
     reduce_scatter: tuple
     update: tuple
     all_gather: tuple
-    forward: list  # (start, end) of its parts
+    forward: list  # a pair of times for each part of the forward pass
     is_sharded: bool
     held_bytes: int  # by a rank, for each parameter
     words: dict  # time -> the caption from then on
@@ -49,32 +49,39 @@ class System(NamedTuple):
         return end
 
     def histories(self):
-        """Return for each row {time: kind of cell from then on}: of the quarter that a rank averages, of the others."""
+        """Return for each of ROWS the history of the quarter that a rank averages, and of the other quarters.
+
+        A history is {time: kind of cell from then on}; the kind "" is no cell.
+        """
         _, averaged = self.reduce_scatter
         _, updated = self.update
         _, gathered = self.all_gather
-        unused = "" if self.title == "Stage 4" else "garbage"  # stage 4 releases gradients
-        gradients = {0: "", BUCKET: "gradient"}
-        own_gradients = gradients | {averaged: "average", updated: unused}
-        other_gradients = gradients | {averaged: unused}
-        if not self.is_sharded:
-            other_gradients |= {gathered: "average", updated: unused}
+        after_use = "" if self.title == "Stage 4" else "garbage"  # stage 4 releases gradients
+        gradients = {0: "", FIRST_BUCKET: "gradient"}
+        own_gradients = gradients | {averaged: "average", updated: after_use}
+        if self.is_sharded:
+            other_gradients = gradients | {averaged: after_use}
+            other_parameters = {0: "old", gathered: "new"}
+            other_moments = {0: ""}
+        else:
+            other_gradients = gradients | {averaged: "garbage", gathered: "average", updated: after_use}
+            other_parameters = {0: "old", updated: "new"}
+            other_moments = {0: "moment"}
         own_parameters = {0: "old", updated: "new"}
-        other_parameters = {0: "old", gathered if self.is_sharded else updated: "new"}
-        moments = ({0: "moment"}, {0: "" if self.is_sharded else "moment"})
+        moments = ({0: "moment"}, other_moments)
         return [(own_parameters, other_parameters), (own_gradients, other_gradients), moments, moments]
 
 
 def system_of(title, sends_at, held_bytes, is_sharded=True):
-    """Return DDP, or stage 3 or 4. Stage 4 sends during the backward pass, and receives during the next forward."""
-    averaged = sends_at + HALF
+    """Return a System. sends_at: when a rank begins to send. Stage 4 receives during the next forward pass."""
+    averaged = sends_at + HALF_ALL_REDUCE
     if is_sharded:
         updated = averaged + UPDATE / 4
-        end = updated + HALF
+        end = updated + HALF_ALL_REDUCE
         update = (averaged, updated)
         all_gather = (updated, end)
     else:
-        gathered = averaged + HALF
+        gathered = averaged + HALF_ALL_REDUCE
         end = gathered + UPDATE
         all_gather = (averaged, gathered)
         update = (gathered, end)
@@ -91,22 +98,22 @@ def system_of(title, sends_at, held_bytes, is_sharded=True):
         words |= {sends_at: "Reduce-scatter, while the pass goes on: each rank averages a quarter.",
                   averaged: "It updates this quarter, and sends it during the next forward pass."}
         # A quarter of the layers may run when a quarter of the parameters has arrived.
-        arrivals = [updated + HALF * quarter / 4 for quarter in (1, 2, 3, 4)]
+        arrivals = [updated + HALF_ALL_REDUCE * quarter / 4 for quarter in (1, 2, 3, 4)]
         forward = [(arrival, arrival + FORWARD / 4) for arrival in arrivals]
     return System(title, (sends_at, averaged), update, all_gather, forward, is_sharded, held_bytes, words)
 
 
-SYSTEMS = [system_of("DDP", BUCKET, 16, is_sharded=False), system_of("Stage 3", BACKWARD, 10),
-           system_of("Stage 4", BUCKET, 7)]
+SYSTEMS = [system_of("DDP", FIRST_BUCKET, 16, is_sharded=False), system_of("Stage 3", BACKWARD, 10),
+           system_of("Stage 4", FIRST_BUCKET, 7)]
 
 
 def draw(picture, top, system, start_s):
-    """Draw a system whose clock starts at a second of the picture."""
+    """Draw a system below `top`. Its clock starts at the second `start_s` of the picture."""
     def second_of(time):
         return start_s + time * SECONDS_A_UNIT
 
     def spans_of(history):
-        seconds = [(second_of(time) if time else 0, what) for time, what in history.items()]
+        seconds = [(second_of(time) if time else 0, part) for time, part in history.items()]
         return spans(seconds, picture.seconds)
 
     def tile(rank, quarter, line, kind):
@@ -134,56 +141,69 @@ def draw(picture, top, system, start_s):
 
 
 def draw_flights(picture, system, second_of, tile):
-    """Draw what flies: first one message alone, then the others. Return how many cells fly."""
+    """Draw what flies: first one message alone, then the others. Return how many cells fly.
+
+    second_of, tile: the functions in `draw`.
+    """
     n_flown = 0
     for half in (system.reduce_scatter, system.all_gather):
         start, stop = map(second_of, half)
         alone_until = start + (stop - start) * 0.4
         for sender, receiver in permutations(RANKS, 2):
-            flying = tile(sender, sender, 0, "new")
             if half == system.reduce_scatter:
                 flying = tile(sender, receiver, 1, "gradient")
-            elif not system.is_sharded:
+            elif system.is_sharded:
+                flying = tile(sender, sender, 0, "new")
+            else:
                 flying = tile(sender, sender, 1, "average")
-            leaves, arrives = (alone_until, stop) if (sender, receiver) != (0, 1) else (start, alone_until)
+            leaves = alone_until
+            arrives = stop
+            if (sender, receiver) == (0, 1):
+                leaves = start
+                arrives = alone_until
             picture.fly(flying, (receiver - sender) * (RANK + GAP), 0, leaves, arrives, arrives)
             n_flown += 1
     return n_flown
 
 
 def draw_bars(picture, top, system, second_of):
-    """Draw what a rank does, from left to right: what it computes, and what it sends."""
-    sent = "parameters" if system.is_sharded else "gradients"
-    bars = [("computes", "backward", "", (0, BACKWARD)), ("computes", "update", "", system.update),
-            *(("computes", "forward", "", part) for part in system.forward),
-            ("sends", "reduce-scatter", "gradients", system.reduce_scatter),
-            ("sends", "all-gather", sent, system.all_gather)]
-    for lane, name, colour, (start, stop) in bars:
+    """Draw what a rank computes, from left to right, and below it what the rank sends."""
+    gathered = "parameters" if system.is_sharded else "gradients"
+
+    def draw_bar(words, y, name, what, times):
+        start, stop = times
         x = LEFT + UNIT * start
-        y = top + (62 if lane == "computes" else 76)
         width = max(2, UNIT * (stop - start) - 1)
-        picture.text(LEFT - 8, y + 9, lane, "end")
-        picture.rect(x, y, width, 12, f"bar {colour}" if colour else "line")
-        picture.rect(x, y, width, 12, f"bar {colour} live", second_of(start), second_of(stop))
+        picture.text(LEFT - 8, y + 9, words, "end")
+        picture.rect(x, y, width, 12, f"bar {what}" if what else "line")
+        picture.rect(x, y, width, 12, f"bar {what} live", second_of(start), second_of(stop))
         if width > 5 * len(name):
             picture.text(x + width / 2, y + 10, name, "middle")
+
+    computed = [("backward", (0, BACKWARD)), ("update", system.update)]
+    computed += [("forward", times) for times in system.forward]
+    for name, times in computed:
+        draw_bar("computes", top + 62, name, "", times)
+    draw_bar("sends", top + 76, "reduce-scatter", "gradients", system.reduce_scatter)
+    draw_bar("sends", top + 76, "all-gather", gathered, system.all_gather)
     if len(system.forward) > 1:
         picture.text(LEFT + UNIT * system.end + 4, top + 72, "forward")
 
 
 def picture():
+    """Return the Picture: system below system, each of which starts when the system before is done."""
     starts = [PAUSE_S]
     for system in SYSTEMS:
         starts.append(starts[-1] + system.end * SECONDS_A_UNIT + PAUSE_S)
     end = starts[-1] + 2 * PAUSE_S
-    whole = Picture("A step of DDP, of stage 3 and of stage 4: the same traffic, 1/d of the state", WIDTH, end, end - 1)
-    whole.text(8, 20, "The same traffic, and 1/d of the optimizer's state", "strong")
+    drawn = Picture("A step of DDP, of stage 3 and of stage 4: the same traffic, 1/d of the state", WIDTH, end, end - 1)
+    drawn.text(8, 20, "The same traffic, and 1/d of the optimizer's state", "strong")
     for rank in RANKS:
-        whole.text(LEFT + rank * (RANK + GAP) + RANK / 2, 40, f"rank {rank}", "middle")
+        drawn.text(LEFT + rank * (RANK + GAP) + RANK / 2, 40, f"rank {rank}", "middle")
     for number, system in enumerate(SYSTEMS):
-        draw(whole, 48 + number * HEIGHT, system, starts[number])
+        draw(drawn, 48 + number * HEIGHT, system, starts[number])
     bottom = 48 + len(SYSTEMS) * HEIGHT
-    whole.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
-    whole.legend(8, bottom)
-    whole.height += 14
-    return whole
+    drawn.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
+    drawn.legend(8, bottom)
+    drawn.height += 14
+    return drawn

@@ -1,45 +1,56 @@
-"""Where cells are drawn, on the page and in scenes: below each other what lies in the same memory, or is the same."""
+"""Places cells on the page and in scenes: below each other are cells of the same memory, or of the same element.
+
+A place is [column, line], counted from 0 in a row of one rank.
+"""
 
 from .frames import memory_after
 
-IN_SHARDS = ("GradBuffer.flat", "ParameterBuffer.flat", "sync_params: gathered")  # rows with a line for each rank
+FLAT_ROWS = ("ParameterBuffer.flat", "GradBuffer.flat")  # rows in which each element has a place, from the first frame
+IN_SHARDS = (*FLAT_ROWS, "sync_params: gathered")  # rows with a line for each rank
 
 
-def places(recording):
-    """Return for each storage the place of each of its cells: [column, line]."""
+def with_places(recording):
+    """Return the recording, with `places` in each storage: the place of each of its cells."""
     homes = homes_of_elements(recording)
-    return [places_in(storage, recording, homes) for storage in recording["storages"]]
+    storages = [storage | {"places": places_in(storage, recording, homes)} for storage in recording["storages"]]
+    return recording | {"storages": storages}
 
 
 def places_in(storage, recording, homes):
+    """Return the places of the cells of a storage. homes: the place of each element."""
     numel = storage["numel"]
     part = storage["part"]
-    if storage["row"] == "BucketBuffer.sent":  # a line: its columns aren't those of buckets
+    if storage["row"] == "BucketBuffer.sent":  # a line for each buffer: its columns aren't those of buckets
         return [[column, int(part)] for column in range(numel)]
     if storage["row"] in IN_SHARDS:
         return grid(storage, recording)
     if storage["row"] in ("parameters", "gradients"):
-        first = sum(recording["params"][: int(part.removeprefix("p"))])
-        return [homes[element] for element in range(first, first + numel)]
+        index = int(part.removeprefix("p"))
+        if numel == recording["params"][index]:  # else a package of the reader's own has them in one buffer
+            first = sum(recording["params"][:index])
+            return [homes[element] for element in range(first, first + numel)]
     if numel == len(homes):
         return [homes[element] for element in range(numel)]
-    parts_before = {other["part"]: other["numel"] for other in recording["storages"] if other["part"] < part
-                    and (other["rank"], other["row"]) == (storage["rank"], storage["row"])}
-    left = sum(parts_before.values())
-    return in_lines(range(left, left + numel), recording)
+    numel_of_part = {other["part"]: other["numel"] for other in recording["storages"] if other["part"] < part
+                     and (other["rank"], other["row"]) == (storage["rank"], storage["row"])}
+    first = sum(numel_of_part.values())
+    return in_lines(range(first, first + numel), recording)
 
 
 def homes_of_elements(recording):
-    """Return the place of each element: in its bucket, in its shard, or in the line of its tensor."""
-    for number, storage in enumerate(recording["storages"]):
-        if storage["row"] in ("ParameterBuffer.flat", "GradBuffer.flat"):
-            cells = memory_after(recording, 0)[number]
-            return {cell.element: place for cell, place in zip(cells, grid(storage, recording))}
+    """Return {element: place}: in the bucket and shard of the element, or else in the line of its tensor."""
+    n_elements = sum(recording["params"])
+    for number, cells in memory_after(recording, 0).items():
+        storage = recording["storages"][number]
+        if storage["row"] in FLAT_ROWS:
+            homes = {cell.element: place for cell, place in zip(cells, grid(storage, recording))}
+            if homes.keys() >= set(range(n_elements)):
+                return homes
+    if is_replicated(recording):
+        return dict(enumerate(in_lines(range(n_elements), recording)))
     places = []
     for line, length in enumerate(recording["params"]):
         places += [[column, line] for column in range(length)]
-    if is_replicated(recording):
-        places = in_lines(range(len(places)), recording)
     return dict(enumerate(places))
 
 
@@ -60,9 +71,11 @@ def grid(storage, recording):
 
     Stage 4's buckets are all as long as a bucket buffer; elsewhere all memory is one bucket.
     """
-    bucket_numels = [other["numel"] for other in recording["storages"] if other["row"] == "BucketBuffer.sent"]
-    bucket_numel = bucket_numels[0] if bucket_numels else storage["numel"]
-    width = bucket_numel // recording["ranks"]
+    bucket_numel = storage["numel"]
+    for other in recording["storages"]:
+        if other["row"] == "BucketBuffer.sent":
+            bucket_numel = other["numel"]
+    width = max(1, bucket_numel // recording["ranks"])
     places = []
     for cell in range(storage["numel"]):
         bucket, cell_of_bucket = divmod(cell, bucket_numel)

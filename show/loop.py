@@ -6,7 +6,7 @@ The gradient of a weight is what the batch holds for it: 100 r + 20 s + e for el
 import torch
 
 
-class Weigh(torch.autograd.Function):
+class Weigh(torch.autograd.Function):  # adds weight · inputs to hidden: the gradient of weight is `inputs`
     @staticmethod
     def forward(context, hidden, weight, inputs):
         context.save_for_backward(inputs)
@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
     def __init__(self, weights, order):
         super().__init__()
         self.layers = torch.nn.ModuleList(Layer(weight) for weight in weights)
-        self.order = order
+        self.order = order  # of the layers in a forward pass
 
     def forward(self, batch):
         hidden = torch.zeros((), dtype=batch[0].dtype, requires_grad=True)

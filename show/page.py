@@ -1,9 +1,10 @@
-"""The page that plays: the idea, replicated training, the four stages, and each chapter's "bug that you will write".
+"""Makes the page that plays: the idea, replicated training, the stages, and each chapter's "bug that you will write".
 
-It is one file that needs nothing else.
+The page is one file that needs nothing else. It can hold one program alone, too: that is what `make show` writes.
 """
 
 import base64
+import functools
 import gzip
 import json
 from dataclasses import dataclass, replace
@@ -17,98 +18,97 @@ from .record import Edit, Program, record_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "watch.html"
-# 16 elements, so that a cell has room for its value.
+ALONE = Path("measured", "show.html")  # in the folder from which the program is started
+# Numbers of elements of the parameters: 16 in all, so that a cell has room for its value.
 OWNED = (2, 2, 3, 3, 3, 3)  # every rank owns some tensors, and rank 0 two
-FILLED = (2, 2, 4, 4, 4)  # four buckets, of one tensor or two, that need no padding
-WHOLE = Program(replicated.__name__)
-ONE = Program(STAGE_1, params=OWNED)
-TWO = Program(STAGE_2, params=OWNED)
-THREE = Program(STAGE_3)
-FOUR = Program(STAGE_4, params=FILLED, bucket_bytes=16)
-TWICE = "2·4Ψ·(d-1)/d"
-THRICE = "3·4Ψ·(d-1)/d"
-SHARDED = "(8 + 8/d)Ψ"
+IN_BUCKETS = (2, 2, 4, 4, 4)  # four buckets, of one tensor or two, that need no padding
+REPLICATED = Program(replicated.__name__)
+BROADCAST = Program(STAGE_1, params=OWNED)
+ALL_GATHER = Program(STAGE_2, params=OWNED)
+GRAD_BUFFER = Program(STAGE_3)
+OVERLAP = Program(STAGE_4, params=IN_BUCKETS, bucket_bytes=16)
+# Formulas of bytes. Ψ: elements of the model; d: ranks.
+SENT_TWICE = "2·4Ψ·(d-1)/d"
+SENT_THRICE = "3·4Ψ·(d-1)/d"
+HELD_IF_SHARDED = "(8 + 8/d)Ψ"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page, with formulas of its counters: what a rank sends in a step, and holds after the step."""
+    """A program of the page, and what the page says of the program besides its beats."""
     id: str
     short: str
     title: str
     program: Program
-    sent: str = ""  # Ψ: elements of the model, d: ranks; with AdamW, before zero_grad
-    held: str = ""
-    held_bytes: int = 0
-    right: Program | None = None  # what it is compared with
+    sent: str = ""  # formula of the bytes that a rank sends in a step
+    held: str = ""  # formula of the bytes that a rank holds after the step with AdamW, before zero_grad
+    held_bytes: int = 0  # what the formula `held` gives
+    right: Program | None = None  # the program that is shown beside this one: without the bug, or DDP
     is_bug: bool = False
-    tab: str = ""  # the id of the tab that leads to it, if it has none
+    tab: str = ""  # the id of the tab that leads to this program, if the program has no tab
 
 
 def bug(id, short, title, program, before, after):
+    """Return `program` with an edit of its optimizer.py: `before` is replaced by `after`."""
     edited = replace(program, edit=Edit("optimizer.py", before, after))
     return Shown(id, short, title, edited, right=program, is_bug=True)
 
 
 def idea(d, id, held_bytes, tab=""):
+    """Return stage 3 beside replicated training, on d ranks."""
     title = "An all-reduce in two halves, with the update between them."
-    right = replace(WHOLE, ranks=d)
-    return Shown(id, "idea", title, replace(THREE, ranks=d), TWICE, SHARDED, held_bytes, right=right, tab=tab)
+    stage_3 = replace(GRAD_BUFFER, ranks=d)
+    ddp = replace(REPLICATED, ranks=d)
+    return Shown(id, "idea", title, stage_3, SENT_TWICE, HELD_IF_SHARDED, held_bytes, right=ddp, tab=tab)
 
 
 SHOWN = (
     idea(4, "idea", 160),
-    Shown("0", "0 replicated", "Replicated training: nothing is sharded.", WHOLE, TWICE, "16Ψ", 256),
-    Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", ONE, THRICE, SHARDED, 160),
-    Shown("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", TWO,
-          f"{THRICE} + padding", SHARDED, 160),
-    Shown("3", "3 grad buffer", "Stage 3, grad buffer: gradients and parameters take turns in one flat buffer.", THREE,
-          TWICE, SHARDED, 160),
+    Shown("0", "0 replicated", "Replicated training: nothing is sharded.", REPLICATED, SENT_TWICE, "16Ψ", 256),
+    Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", BROADCAST,
+          SENT_THRICE, HELD_IF_SHARDED, 160),
+    Shown("2", "2 all-gather", "Stage 2, all-gather: one collective brings all parameters back.", ALL_GATHER,
+          f"{SENT_THRICE} + padding", HELD_IF_SHARDED, 160),
+    Shown("3", "3 grad buffer", "Stage 3, grad buffer: gradients and parameters take turns in one flat buffer.",
+          GRAD_BUFFER, SENT_TWICE, HELD_IF_SHARDED, 160),
     Shown("4", "4 overlap", "Stage 4, overlap: buckets leave during the backward pass, parameters arrive during the "
-          "next forward pass.", FOUR, TWICE, "(4 + 12/d)Ψ + two buckets", 144),
-    bug("1-copy", "1: not copied back", "Bug of stage 1: what was broadcast isn't copied back.", ONE,
+          "next forward pass.", OVERLAP, SENT_TWICE, "(4 + 12/d)Ψ + two buckets", 144),
+    bug("1-copy", "1: not copied back", "Bug of stage 1: what was broadcast isn't copied back.", BROADCAST,
         "                copy_all(shard, cut_like(flat, shard))\n", ""),
     bug("2-order", "2: another order", "Bug of stage 2: a shard is packed in another order than it is unpacked in.",
-        TWO, "mine = self.shards[self.rank]\n",
+        ALL_GATHER, "mine = self.shards[self.rank]\n",
         'mine = [param for group in self.optimizer.param_groups for param in group["params"]]\n'),
-    bug("3-none", "3: gradients set to None", "Bug of stage 3: zero_grad is left to torch.", replace(THREE, steps=2),
-        "def zero_grad(", "def unused("),
+    bug("3-none", "3: gradients set to None", "Bug of stage 3: zero_grad is left to torch.",
+        replace(GRAD_BUFFER, steps=2), "def zero_grad(", "def unused("),
     bug("3-zero", "3: not zeroed", "Bug of stage 3: step doesn't zero the buffer.",
-        replace(THREE, steps=2, loop="train_without_zero_grad"), "        self.zero_grad()\n", ""),
+        replace(GRAD_BUFFER, steps=2, loop="train_without_zero_grad"), "        self.zero_grad()\n", ""),
     bug("4-queue", "4: buckets leave as they come", "Bug of stage 4: no queue, each bucket leaves when it is full.",
-        replace(FOUR, params=(4, 4, 4), is_rank_1_reversed=True),
+        replace(OVERLAP, params=(4, 4, 4), is_rank_1_reversed=True),
         "        self.bucket_of[param].ready.add(param)\n        self.send_full_buckets()\n",
         "        bucket = self.bucket_of[param]\n        bucket.ready.add(param)\n"
         "        if bucket.is_full():\n            self.send_grads(bucket)\n"),
     bug("4-wait", "4: waits for another bucket", "Bug of stage 4: a layer waits for another bucket than its own.",
-        FOUR, "self.bucket_of[param].finish_param_sync()", "self.buckets[-1].finish_param_sync()"),
+        OVERLAP, "self.bucket_of[param].finish_param_sync()", "self.buckets[-1].finish_param_sync()"),
     idea(2, "idea-2", 192, tab="idea"),
     idea(8, "idea-8", 144, tab="idea"),
 )
 
 
+@functools.cache
 def recorded(program):
-    """Return the recording of a program."""
+    """Return the recording of a program (see frames.py), with the places at which its cells are drawn."""
     with Workers(program.ranks, timeout_s=600) as workers:
-        return frames.recording(workers.run(record_rank, program), program)
+        records = workers.run(record_rank, program)
+    return layout.with_places(frames.recording(records, program))
 
 
-def with_places(recording):
-    """Return the recording with the places of its cells."""
-    storages = [storage | {"places": places}
-                for storage, places in zip(recording["storages"], layout.places(recording))]
-    return recording | {"storages": storages}
-
-
-def all_recordings():
-    """Return the recordings of SHOWN, with what the page says of them, then those that they are compared with."""
-    programs = {shown.program for shown in SHOWN} | {shown.right for shown in SHOWN if shown.right}
-    by_program = {program: with_places(recorded(program)) for program in programs}
+def recordings_of(programs_shown):
+    """Return the recording of each Shown, with what the page says of it; then the recordings that are shown beside."""
     recordings = []
-    hidden = []
-    for shown in SHOWN:
-        recording = by_program[shown.program]
-        right = by_program.get(shown.right)
+    beside = []
+    for shown in programs_shown:
+        recording = recorded(shown.program)
+        right = recorded(shown.right) if shown.right else None
         details = {"id": shown.id, "short": shown.short, "title": shown.title, "bug": shown.is_bug, "tab": shown.tab,
                    "beats": beats.resolved(shown.id, recording, right)}
         if shown.is_bug:
@@ -117,9 +117,9 @@ def all_recordings():
             details["formula"] = {"sent": shown.sent, "held": shown.held, "held_bytes": shown.held_bytes}
         if right:
             details["beside"] = f"{shown.id}-beside"
-            hidden.append(right | {"id": details["beside"], "hidden": True})
+            beside.append(right | {"id": details["beside"], "hidden": True})
         recordings.append(recording | details)
-    return recordings + hidden
+    return recordings + beside
 
 
 def page(recordings):
@@ -135,9 +135,20 @@ def page(recordings):
     return text + "\n"
 
 
+def write_alone(stage):
+    """Write measured/show.html, the page of one program: that of SHOWN with the id `stage`, or a package `stage`."""
+    package = stage.strip("/").replace("/", ".")
+    shown = Shown(package, package, f"The core of {package}, line by line.", Program(package))
+    for in_page in SHOWN:
+        if in_page.id == stage:
+            shown = in_page
+    ALONE.write_text(page(recordings_of([shown])), encoding="utf-8")
+    print(f"written to {ALONE}: open it in a browser")
+
+
 def write_all():
     """Write docs/watch.html, and the pictures of README.md and the chapters in two themes."""
-    recordings = all_recordings()
+    recordings = recordings_of(SHOWN)
     write(PAGE, page(recordings))
     for name, drawn in scenes.pictures({recording["id"]: recording for recording in recordings}).items():
         for theme in picture.THEMES:

@@ -1,7 +1,8 @@
 """Draws an SVG that plays as an image, without a script: words, bars and cells, each visible for some seconds.
 
-If a reader's system has motion off, the picture shows the second `still`. An image can't know which theme GitHub shows,
-so each picture has two files, light and dark. The page uses the same colours, stripes and cells.css.
+Times are seconds; a span is (start, stop). If a reader's system has motion off, the picture shows the second `still`.
+An image can't know which theme GitHub shows, so each picture has two files, light and dark. The page uses the same
+colours, stripes and cells.css.
 """
 
 from html import escape
@@ -21,7 +22,9 @@ KINDS = {  # kind of cell -> its words in the legend
     "new": "new", "moment": "moment", "garbage": "garbage", "padding": "padding"}
 SENT_DIRECTLY = "Drawn as direct sends, one by one. NCCL's ring sends as many bytes."
 EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has them
-HIDDEN = "opacity:0"  # this style and the next three are steps of keyframes
+NUMBER_LENGTH = 4  # characters of a number in a cell, at most
+# Styles of a shape at a moment of its animation, in CSS.
+HIDDEN = "opacity:0"
 SEEN = "opacity:1"
 LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
 LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
@@ -44,19 +47,20 @@ class Tile(NamedTuple):
 
 
 class Picture:
-    """Holds shapes, each with the spans of seconds in which it is visible. A shape without a span is always visible."""
+    """Holds shapes, each with the spans in which it is visible. A shape without a span is always visible."""
 
     def __init__(self, title, width, seconds, still):
         self.title = title
         self.width = width
-        self.height = 0
-        self.seconds = seconds
-        self.still = still
+        self.height = 0  # set by `legend`
+        self.seconds = seconds  # how long the picture plays before it begins anew
+        self.still = still  # the second that is seen where motion is off
         self.shapes = {}  # Tile, or the SVG of a bar -> [(start, stop), …]
         self.texts = {}  # SVG -> [(start, stop), …]
-        self.flights = {}  # (start, stop, until, dx, dy), as in fly() -> Tiles
+        self.flights = {}  # (start, stop, until, dx, dy), see `fly` -> the Tiles that fly so
 
     def text(self, x, y, words, kind="", *span):
+        """Add words. kind: classes of show/page/cells.css, here and in `rect`."""
         svg = f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
         self.texts[svg] = self.prolonged(self.texts.get(svg, []), *span)
 
@@ -64,13 +68,17 @@ class Picture:
         self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>', *span)
 
     def add(self, shape, *span):
+        """Add a Tile, or the SVG of another shape."""
         self.shapes[shape] = self.prolonged(self.shapes.get(shape, []), *span)
 
     def prolonged(self, spans, start=0, stop=None):
-        """Return the spans with one more. If it begins where the last one ends, the two are one."""
-        stop = self.seconds if stop is None else stop
-        if spans and spans[-1][1] == start:
-            return [*spans[:-1], (spans[-1][0], stop)]
+        """Return the spans with (start, stop) too: the last span is prolonged if it ends at `start`."""
+        if stop is None:
+            stop = self.seconds
+        if spans:
+            *spans_before, (last_start, last_stop) = spans
+            if last_stop == start:
+                return [*spans_before, (last_start, stop)]
         return [*spans, (start, stop)]
 
     def fly(self, tile, dx, dy, start, stop, until):
@@ -87,18 +95,19 @@ class Picture:
             if x + width > self.width:
                 x = 8
                 y += 17
-            self.add(Tile(kind, 0, x, y, 16, 13))
+            self.add(Tile(kind, owner=0, x=x, y=y, width=16, height=13))
             self.text(x + 19, y + 10, words, "soft")
             x += width
         self.text(8, y + 28, SENT_DIRECTLY, "soft")
         self.height = y + 36
 
     def keyframes(self, name, steps):
-        """Return the CSS of an animation whose style changes at once. steps: {second: style from then on}."""
+        """Return the CSS of an animation, whose style jumps from step to step. steps: {second: style from then on}."""
         frames = "".join(f"{100 * second / self.seconds:.4g}%{{{style}}}" for second, style in steps.items())
         return f"@keyframes {name}{{{frames}}}.{name}{{animation:{name} {self.seconds:g}s step-end infinite}}"
 
     def svg(self, theme):
+        """Return the text of the SVG. theme: a key of THEMES."""
         rules = {}  # name of an animation -> its steps
         body = []
         groups = [*in_groups(self.shapes), *in_groups(self.texts)]  # texts last: they lie on top
@@ -109,7 +118,8 @@ class Picture:
             rules[f"s{number}"] = steps
             is_still = any(start <= self.still < stop for start, stop in spans)
             body.append(f'<g class="s{number}" opacity="{is_still:d}">{drawn(shapes)}</g>')
-        for (start, stop, until, dx, dy), tiles in self.flights.items():  # flights at the same seconds share a rule
+        for (start, stop, until, dx, dy), tiles in self.flights.items():
+            # Flights at the same seconds share a rule, in which dx and dy are variables.
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
             rules[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
             followed = " followed" if any(tile.words for tile in tiles) else ""
@@ -122,7 +132,7 @@ class Picture:
 
 
 def in_groups(spans_of_shapes):
-    """Return (spans, shapes that are visible in them), …"""
+    """Return (spans, shapes that are visible in them), … spans_of_shapes: {shape: its spans}."""
     groups = {}
     for shape, spans in spans_of_shapes.items():
         groups.setdefault(tuple(spans), []).append(shape)
@@ -135,13 +145,15 @@ def spans(history, end):
 
 
 def drawn(shapes):
-    """Return shapes as SVG: first those that are text, then for Tiles that look alike one path and their words."""
-    svg = [shape for shape in shapes if not isinstance(shape, Tile)]
-    alike = {}
-    for tile in shapes:
-        if isinstance(tile, Tile):
-            alike.setdefault((tile.kind, tile.owner), []).append(tile)
-    for (kind, owner), tiles in alike.items():
+    """Return the SVG of shapes: first of shapes that are SVG already, then of Tiles, a path for all that look alike."""
+    svg = []
+    tiles_by_look = {}
+    for shape in shapes:
+        if isinstance(shape, Tile):
+            tiles_by_look.setdefault((shape.kind, shape.owner), []).append(shape)
+        else:
+            svg.append(shape)
+    for (kind, owner), tiles in tiles_by_look.items():
         outlines = "".join(f"M{tile.x} {tile.y}h{tile.width - 1}v{tile.height - 1}h{1 - tile.width}z" for tile in tiles)
         words = "".join(f'<text x="{tile.x + tile.width // 2}" y="{tile.y + tile.height - 5}">{tile.words}</text>'
                         for tile in tiles if tile.words)
@@ -162,13 +174,16 @@ def patterns(n_owners=4):
     return f"<defs>{''.join(stripes)}</defs>"
 
 
-def short_number(value, room):
-    """Write a number in at most `room` characters: eighths as such, of others as many digits as fit."""
+def short_number(value):
+    """Write a number in at most NUMBER_LENGTH characters: eighths as such, of others as many digits as fit."""
     if value is None:
         return "?"
     eighths = 8 * (abs(value) % 1)
     if eighths in range(1, 8) and abs(value) < 1000:
         sign = "-" if value < 0 else ""
         return f"{sign}{int(abs(value)) or ''}{EIGHTHS[int(eighths) - 1]}"
-    texts = [f"{value:.{digits}g}" for digits in range(room, 0, -1)]
-    return next((text for text in texts if len(text) <= room), "…")
+    for digits in range(NUMBER_LENGTH, 0, -1):
+        text = f"{value:.{digits}g}"
+        if len(text) <= NUMBER_LENGTH:
+            return text
+    return "…"

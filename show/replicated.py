@@ -1,4 +1,4 @@
-"""Rung 0, replicated training: every rank averages all gradients, and steps all parameters."""
+"""Replicated training, as with DDP: every rank averages all gradients, and steps all parameters."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def sync_grads(self):
         """Replace every gradient by its average over the ranks."""
         grads = [param.grad for param in self.params()]
-        flat = flatten(grads)  # (numel of all,)
+        flat = flatten(grads)  # all gradients end to end, a copy
         flat /= self.world_size
         dist.all_reduce(flat, group=self.process_group)
         torch._foreach_copy_(grads, cut_like(flat, grads))
@@ -34,11 +34,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer.step()
 
     def sync_params(self):
-        """Every rank has stepped them all."""
+        """Do nothing: every rank has stepped every parameter."""
 
     @torch.no_grad()
     def step(self):
-        """Collective: every rank calls it."""
+        """Sync gradients, and step. Collective: every rank calls it."""
         self.sync_grads()
         self.step_own()
         self.sync_params()

@@ -1,7 +1,7 @@
 "use strict";
 // What is shown is a function of (program, frame) alone: going back shows the same picture as going there.
 
-let DATA, speed = 1;
+let DATA, speed = 1; // DATA.programs: recordings (show/frames.py) with what the page says of them (show/page.py)
 const MS_A_WORD = 143, FOLLOWED_MS = 1600, TOGETHER_MS = 1200; // 35 words take 5 s
 const $ = (id) => document.getElementById(id);
 const WORDS = {
@@ -12,19 +12,21 @@ const WORDS = {
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const isNarrow = () => window.innerWidth < 800;
 const escape = (text) => `${text}`.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
-const total = (numbers) => numbers.reduce((sum, one) => sum + one, 0);
+const total = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
 const mean = (numbers) => Math.round(total(numbers) / numbers.length);
 const last = (list) => list[list.length - 1];
 const clamp = (n, most) => Math.max(0, Math.min(most, n));
 const isAlive = (cells) => Boolean(cells) && cells[0].kind !== "freed";
+// p and q: Players; k: the number of a frame; s: the number of a storage; d: the number of ranks.
 
 // ------------------------------------------------------------------------------------------------ recordings
 
 class Player {
-  /** A recording, its frames made whole: of each, the cells of each storage, {value, kind, element, origin, by}. */
+  /** A recording, whose frames are differences, as whole states: the cells of each storage, and where each rank is.
+      A cell is {value, kind, element, origin, by}; by: the frame in which it was written. */
   constructor(recording) {
     Object.assign(this, recording);
-    this.param = this.params.flatMap((n, p) => Array(n).fill(p));
+    this.param = this.params.flatMap((n, index) => Array(n).fill(index)); // of each element
     let cells = [], at = [];
     this.states = this.frames.map((frame, k) => {
       [cells, at] = [[...cells], [...at]];
@@ -39,12 +41,12 @@ class Player {
       return { cells, at };
     });
     this.held = this.states.map((state) => Array.from({ length: this.ranks }, (_, rank) =>
-      total(this.storages.map((one, s) => (one.rank === rank && isAlive(state.cells[s]) ? one.nbytes : 0)))));
+      total(this.storages.map((storage, s) => (storage.rank === rank && isAlive(state.cells[s]) ? storage.nbytes : 0)))));
     const leaving = this.operations.filter(({ kind }) => kind === "reduce-scatter").map(({ params }) => `${params}`);
     const areBuckets = leaving.length > 2 && new Set(leaving).size === leaving.length;
-    for (const one of this.operations) {
-      const params = one.params.map((i) => `p${i}`).join(" ");
-      one.line = areBuckets ? `bucket ${leaving.indexOf(`${one.params}`) + 1} (${params})` : one.whole;
+    for (const operation of this.operations) {
+      const params = operation.params.map((i) => `p${i}`).join(" ");
+      operation.line = areBuckets ? `bucket ${leaving.indexOf(`${operation.params}`) + 1} (${params})` : operation.whole;
     }
     this.rows = this.makeRows();
     this.phases = this.makePhases();
@@ -84,7 +86,7 @@ class Player {
   /** What is drawn of a row on a rank: of each part the storage that came last. */
   drawn(row, rank, k) {
     const { cells } = this.states[k];
-    return Object.values(row.slots[rank]).map((some) => last(some.filter((s) => cells[s]))).filter((s) => s >= 0);
+    return Object.values(row.slots[rank]).map((numbers) => last(numbers.filter((s) => cells[s]))).filter((s) => s >= 0);
   }
 
   place(rank, k) { return last(this.states[k].at[rank]); }
@@ -108,7 +110,7 @@ class Player {
 }
 
 const players = {};
-const player = (id) => (players[id] ||= new Player(DATA.programs.find((one) => one.id === id)));
+const player = (id) => (players[id] ||= new Player(DATA.programs.find((program) => program.id === id)));
 
 // ---------------------------------------------------------------- the picture: page and chapters have it from here
 
@@ -201,7 +203,7 @@ const cutAtComma = (text, most) => (text.length <= most ? text : `${text.slice(0
     outlined what has been in flight since frame `from` -> [svg, height, where the band begins]. */
 function drawOverlap(p, width, high, from, k) {
   const lines = [...new Set(p.operations.map(({ line }) => line))], isLive = ({ start, end }) => start <= k && k < end;
-  const left = 12 + 6 * Math.max(...lines.map((line) => line.length)), tall = 18 + lines.length * high;
+  const left = 12 + 6 * Math.max(0, ...lines.map((line) => line.length)), tall = 18 + lines.length * high;
   const x = (frame) => left + (frame / p.frames.length) * (width - left), top = (line) => 18 + lines.indexOf(line) * high;
   const phases = p.phases.map(({ phase, start, end }) => {
     const wide = x(end) - x(start), isNow = k >= start && k < end;
@@ -210,7 +212,7 @@ function drawOverlap(p, width, high, from, k) {
       + (wide > 6.4 * phase.length ? write(x(start) + wide / 2, 11, "", phase) : ""));
   });
   const names = lines.map((line) => write(0, top(line) + high - 5,
-    p.operations.some((one) => one.line === line && isLive(one)) ? "rank" : "soft", line));
+    p.operations.some((operation) => operation.line === line && isLive(operation)) ? "rank" : "soft", line));
   const bars = p.operations.map((operation) => {
     const { start, end, kind, what, line } = operation, wide = x(end) - x(start);
     const state = isLive(operation) ? " live" : from < end && start <= k ? " landed" : "";
@@ -224,7 +226,8 @@ function drawOverlap(p, width, high, from, k) {
 // ------------------------------------------------------------------------------------------------ beats and lines
 
 const WITH_D = ["idea-2", "idea", "idea-8"]; // as the slider has them
-const now = { id: "0", k: 0, beat: 0, playing: false }; // beat: -1 where lines are shown, one by one
+// beat: -1 where the page goes line by line, as it always does for a package of the reader's own, which has no beats
+const now = { id: "", k: 0, beat: 0, playing: false };
 
 const beats = () => player(now.id).beats;
 /** The frame that the picture is compared with: everything that has changed since is marked. */
@@ -239,6 +242,7 @@ const nextStage = () => stages()[stages().findIndex(isNow) + 1];
 
 /** Show a beat; if it `moves`, with all that has been sent since the beat before -> the ms that this takes. */
 function toBeat(beat, moves = false) {
+  if (!beats().length) return toFrame(now.k);
   const to = clamp(beat, beats().length - 1);
   Object.assign(now, { beat: to, k: beats()[to].frame });
   draw();
@@ -254,6 +258,7 @@ function toFrame(k) {
 const nearest = (k) => clamp(beats().filter(({ frame }) => frame < k).length, beats().length - 1);
 
 function step(by) {
+  if (!beats().length) return toFrame(now.k + by);
   let to = now.beat + by;
   if (now.beat < 0) {
     const at = nearest(now.k), { frame } = beats()[at];
@@ -333,7 +338,7 @@ function flyMessages(p, panel, { kind: operationKind, arrows, moves }, messages,
     for (let i = 0; i < n; i++) {
       const here = rectOf(source, first + i, panel), there = rectOf(target, targetFirst + i, panel);
       if (!here || !there) continue;
-      const [from, to] = [here, there].map((one) => one.getBoundingClientRect());
+      const [from, to] = [here, there].map((rect) => rect.getBoundingClientRect());
       const { kind, element, value } = cells[first + i], owner = element === null ? -1 : p.owners[element];
       const flying = document.createElementNS("http://www.w3.org/2000/svg", "g"), hasValue = isFollowed && from.width > 18;
       flying.innerHTML = cellRect(kind, owner, from.x, from.y, from.width, from.height)
@@ -377,7 +382,7 @@ function drawMeters(p) {
   };
   const formula = p.formula || {}, numel = p.param.length;
   const ddp = { sent: (8 * numel * (p.ranks - 1)) / p.ranks, held: 16 * numel };
-  const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((one) => one[rank]))));
+  const most = mean(p.held[0].map((_, rank) => Math.max(...p.held.map((bytes) => bytes[rank]))));
   const held = p.held[now.k], words = Math.min(...held) < Math.max(...held) ? "holds (mean)" : "holds";
   $("meters").innerHTML = meter("sent", p.sent(now.k), formula.sent && p.sent_bytes, formula.sent, ddp.sent)
     + meter(words, mean(held), formula.held_bytes, `${formula.held} after a step; at most ${most} B`, ddp.held);
@@ -400,7 +405,7 @@ function drawFunction(p, f, marked, ranks, isBeat) {
     if (quotes === 1) inDoc = !inDoc;
     if (isDoc && isBeat) continue;
     const isNew = n >= edit.line && n < edit.line + edit.come;
-    const at = ranks.filter(([, one]) => one === n).map(([rank]) => `<b class="o${rank}">${rank}</b>`).join("");
+    const at = ranks.filter(([, line]) => line === n).map(([rank]) => `<b class="o${rank}">${rank}</b>`).join("");
     add(`${marked.includes(n) ? " now" : ""}${isNew ? " come" : ""}`, isNew ? "+" : at, escape(cut(text)));
   }
   return `<div class="function">${out.join("")}</div>`;
@@ -411,17 +416,17 @@ function drawCode(p, beat) {
   const shown = beat ? [[beat.function, beat.lines]] : at[0].map(([f, line]) => [f, [line]]);
   if (p.edit) {
     const { file, line } = p.edit;
-    const f = p.functions.findLastIndex((one) => one[1] === file && one[2] <= line && line <= one[3] + 1);
-    if (!shown.some(([one]) => one === f)) shown.unshift([f, [line]]);
+    const f = p.functions.findLastIndex(([, inFile, first, end]) => inFile === file && first <= line && line <= end + 1);
+    if (!shown.some(([number]) => number === f)) shown.unshift([f, [line]]);
   }
-  const ranksIn = (f) => where.filter(([, one]) => one === f).map(([rank, , line]) => [rank, line]);
+  const ranksIn = (f) => where.filter(([, number]) => number === f).map(([rank, , line]) => [rank, line]);
   $("code").innerHTML = shown.map(([f, lines]) => drawFunction(p, f, lines, ranksIn(f), Boolean(beat))).join("");
   $("code").classList.toggle("beat", Boolean(beat));
   const mark = last([...$("code").querySelectorAll(".now")]);
   if (mark) $("code").scrollTop = Math.max(0, mark.offsetTop - $("code").clientHeight * 0.6);
 }
 
-/** What is shown side by side, [player, frame, frame before, title] each: of most programs one. */
+/** What is shown side by side, [player, frame, frame before, title] each: most programs have one side. */
 function sides() {
   const p = player(now.id), beat = beats()[now.beat], [left, right] = p.bug ? ["with the bug", "the right run"] : ["stage 3", "DDP"];
   if (!beat || !p.beside) return [[p, now.k, since(), left]];
@@ -460,9 +465,9 @@ function drawPanels(shown = sides().map(([, k]) => k)) {
 function markDifferences([p, k], [q, m]) {
   const isNothing = ({ kind }) => ["freed", "garbage", "unset"].includes(kind);
   for (const row of p.rows) {
-    const theirs = q.rows.find((one) => one.name === row.name);
+    const theirs = q.rows.find(({ name }) => name === row.name);
     for (const s of theirs ? row.slots.flatMap((_, rank) => p.drawn(row, rank, k)) : []) {
-      const { rank, part } = p.storages[s], other = q.drawn(theirs, rank, m).find((one) => q.storages[one].part === part);
+      const { rank, part } = p.storages[s], other = q.drawn(theirs, rank, m).find((t) => q.storages[t].part === part);
       (other === undefined ? [] : p.states[k].cells[s]).forEach((mine, cell) => {
         const right = q.states[m].cells[other][cell];
         const isSame = isNothing(mine) || isNothing(right) || mine.value === right.value;
@@ -508,9 +513,9 @@ function drawFooter(p) {
   $("where").textContent = now.beat < 0 ? `line ${now.k + 1} of ${p.frames.length}` : beat;
   const bugs = DATA.programs.filter(({ bug }) => bug);
   const isCalculating = document.body.classList.contains("calculates");
-  const tab = (one) => tag("a", { href: `#${one.id}`, role: "tab", "aria-selected": isNow(one) && !isCalculating },
-    `${escape(one.short).replace(" ", " <span>")}</span>`);
-  const option = (one) => tag("option", { value: one.id, ...(isNow(one) && { selected: "" }) }, escape(one.short));
+  const tab = (program) => tag("a", { href: `#${program.id}`, role: "tab", "aria-selected": isNow(program) && !isCalculating },
+    `${escape(program.short).replace(" ", " <span>")}</span>`);
+  const option = (program) => tag("option", { value: program.id, ...(isNow(program) && { selected: "" }) }, escape(program.short));
   const calculator = tag("a", { href: "#bytes", role: "tab", "aria-selected": isCalculating }, "bytes");
   $("programs").innerHTML = stages().map(tab).join("") + calculator;
   $("bugs").innerHTML = `<option value="">–</option>${bugs.map(option).join("")}`;
@@ -526,7 +531,7 @@ function ask(to) {
     const ranks = [...p.held[0].keys()].filter(hold);
     return ranks.length === p.ranks ? "every rank" : ranks.map((rank) => `rank ${rank}`).join(" and ") || "no rank";
   };
-  const kind = ["average", "new"].find((some) => holders(some, frame) !== holders(some, now.k));
+  const kind = ["average", "new"].find((candidate) => holders(candidate, frame) !== holders(candidate, now.k));
   if (!kind && !bytes) return false;
   const question = kind ? `Who will hold the ${{ average: "average", new: "new parameter" }[kind]} of element 1?`
     : "How many bytes will a rank send in this beat?";
@@ -586,12 +591,13 @@ function swipe({ changedTouches: [to] }) {
 function follow() {
   const [, id, mark, at] = decodeURIComponent(location.hash).match(/^#([^/.]*)([/.]?)(.*)$/) || [];
   const isCalculating = ["bytes", "calculator"].includes(id);
+  const { id: known } = DATA.programs.find((program) => program.id === id && !program.hidden) || DATA.programs[0];
+  now.id ||= known;
   showCalculator(isCalculating);
   if (isCalculating) {
     drawFooter(player(now.id));
     return;
   }
-  const { id: known } = DATA.programs.find((one) => one.id === id && !one.hidden) || DATA.programs[0];
   const place = +at - 1 || 0, isLine = mark === "/" && at !== "wrong";
   select(known, isLine ? 0 : place, isLine ? place : undefined);
 }
