@@ -31,7 +31,7 @@ def call(candidate):
 
 def works(grader, d):
     """Check the tensors that both functions return on d ranks."""
-    for rank, results in enumerate(grader.run(d, call, hint=HINT)):
+    for rank, results in enumerate(grader.run(d, call, cause_of_error=HINT)):
         expected = {"reduce_scatter": torch.full((N,), (rank + 1) * sum(10.0**r for r in range(d))),
                     "all_gather": torch.arange(1.0, d + 1)[:, None].expand(d, N)}
         for name, (came, _) in results.items():
@@ -50,7 +50,7 @@ def sends(grader):
     """Check that both functions send (d-1)/d of the whole, in d - 1 messages, on 4 ranks."""
     d = 4
     lines = []
-    for name, (_, sent) in grader.run(d, call, hint=HINT)[0].items():
+    for name, (_, sent) in grader.run(d, call, cause_of_error=HINT)[0].items():
         share = f"{sum(size for _, size in sent)} of {4 * N * d}"
         require(sent == [("send", 4 * N)] * (d - 1), f"{name} sends {d - 1} parts of {4 * N} bytes on {d} ranks",
                 f"{share}, in {len(sent)} messages of {', '.join(sorted({kind for kind, _ in sent}))}",

@@ -36,6 +36,6 @@ def holds(grader, name, test, world_sizes):
         except Wrong as wrong:
             promise = (inspect.getdoc(test) or "no exception").splitlines()[0]
             expected = textwrap.shorten(promise, 98, placeholder=" …")  # a line of the verdict has 118 characters
-            came = [line for word, line in wrong.lines if word in ("came", "")]
+            came = "\n".join(line for word, line in wrong.lines if word in ("came", ""))
             more = f'make test ARGS="{CONTRACT.replace(".", "/")}.py --stage {grader.package} -k {name}" shows more'
-            raise Wrong(f"{expected} ({world_size} ranks)", came, more, step=0) from None
+            raise Wrong(f"{expected} ({world_size} ranks)", came, more) from None
