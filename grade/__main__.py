@@ -78,13 +78,14 @@ def watch(package, args):
 def main():
     """Grade as the command line says; return the exit code."""
     parser = command_line.Parser("grade", __doc__)
-    parser.add_argument("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
-    parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
-    parser.add_argument("--watch", action="store_true", help="grade again at each save")
-    parser.add_argument("--hint", type=int, choices=[1, 2, 3], default=1, help="of a drill: the report, the check, the "
-                        "state (default 1)")
-    parser.add_argument("--answer", action="store_true", help="of a drill: what it was, and where")
+    add = parser.add_argument
+    add("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
+    add("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
+    add("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
+    add("--watch", action="store_true", help="grade again at each save")
+    add("--hint", type=int, choices=[1, 2, 3], default=1,
+        help="of a drill: the report, the check, the state (default 1)")
+    add("--answer", action="store_true", help="of a drill: what it was, and where")
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, on every machine
     sys.path.insert(0, os.getcwd())

@@ -5,7 +5,6 @@ The elements of the parameters start at 0, 1, 2, …, so that a wrong value show
 learner is told of a likely mistake.
 """
 
-import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -77,7 +76,6 @@ class Combination(NamedTuple):
         return f"the sum of the gradients is divided by {self.divisor}: the number of ranks is {d} here"
 
 
-@functools.cache
 def combinations(d):
     """Return the Combinations of the gradients of d ranks.
 
@@ -164,9 +162,7 @@ def check_movement(run, ranks, has_finish, play_again):
             in_flight = f"rank {rank} has not waited for {counted(seen.never_awaited)} when its step ends"
             if place := seen.never_awaited[0].place:  # "file:line"
                 in_flight += f" ({place})"
-            in_flight = shorten(in_flight)
-            raise Wrong(expected, f"{came}\n{in_flight}" if came else in_flight,
-                        NOT_FINISHED if has_finish else NOT_AWAITED)
+            raise Wrong(expected, f"{came}\n{shorten(in_flight)}", NOT_FINISHED if has_finish else NOT_AWAITED)
     if came:
         raise Wrong(expected, came, cause)
 
@@ -177,15 +173,16 @@ class Content(NamedTuple):
     shift: int = 0
 
 
-RIGHT = Content("")
+RIGHT = Content("")  # of an element that isn't wrong
 
 
 def near(a, b):
+    """Return a mask of the elements that are equal up to rounding."""
     return (a - b).abs() <= 1e-4
 
 
 class Movement:
-    """Explains where the elements of all ranks are after the steps of a ByHand.
+    """Explains where the elements of all ranks are after the steps of a ByHand. The arguments are check_movement's.
 
     Several methods explain elements. They return (what came, the likely cause), or None if they have no explanation.
     """
@@ -202,9 +199,9 @@ class Movement:
         self.due = self.start - run.lr * self.mean_grad  # the right value after one step
         # Of each rank and element (d, numel):
         self.end = torch.stack([seen.snapshots[-1] for seen in ranks])
-        self.stays = near(self.end, self.start)
+        self.stays = near(self.end, self.start)  # where an element has not moved
         self.is_wrong = ~self.stays & ~near(self.end, self.due)
-        self.moved = (self.start - self.end) / run.lr  # the sum of the gradients that it was stepped with
+        self.moved = (self.start - self.end) / run.lr  # by how much gradient, as one step takes lr · gradient away
 
     def explanation(self):
         """Explain elements that are wrong after all steps; return None if all are right."""
@@ -219,6 +216,7 @@ class Movement:
                 or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
 
     def nothing_moved(self):
+        """Explain why no element has moved."""
         inner_steps = {rank: seen.inner for rank, seen in enumerate(self.ranks) if seen.inner}
         listed = []
         for rank, inner in inner_steps.items():
@@ -242,8 +240,9 @@ class Movement:
         """Explain elements all of which have stayed, or have moved by one multiple of the mean gradient."""
         ratios = (self.moved / self.mean_grad)[~self.stays]
         factor = ratios[0].item()
-        is_due = any(abs(factor - due) < 1e-3 for due in self.run.factors())
-        if is_due or not ratios.isfinite().all() or not torch.allclose(ratios, ratios[:1], rtol=1e-3):
+        is_right = any(abs(factor - right) < 1e-3 for right in self.run.factors())
+        is_alike = ratios.isfinite().all() and torch.allclose(ratios, ratios[:1], rtol=1e-3)
+        if is_right or not is_alike:
             return None
         text = f"{factor:.3g} times the mean gradient"
         if len(set(self.run.scales)) == 1:
@@ -346,29 +345,28 @@ class Movement:
                     cause or "nobody owns these parameters, or their gradients have not arrived")
         listed = [f"elements {spans(stays)} on rank {rank}" for rank, stays in enumerate(self.stays) if stays.any()]
         if not cause:
-            cause = STALE if all(map(self.has_stepped, self.ranks, self.stays)) else NOT_RECEIVED
+            is_stepped = all(self.has_stepped(seen, stays) for seen, stays in zip(self.ranks, self.stays))
+            cause = STALE if is_stepped else NOT_RECEIVED
         return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
 
     def comes_late(self):
         """Return the cause if elements that have not moved will move later; "" if they never do."""
-        settled = self.play_again(replace(self.run, settles=True))
-        if settled and all(near(seen.snapshots[-1], self.due).all() for seen in settled):
-            return LATE
-        one_more = self.play_again(replace(self.run, steps=self.run.steps + 1))
-        if one_more and all(near(seen.snapshots[-1], self.due)[stays].all()
-                            for seen, stays in zip(one_more, self.stays)):
-            return ONE_STEP_OLD
+        for cause, run in ((LATE, replace(self.run, settles=True)),
+                           (ONE_STEP_OLD, replace(self.run, steps=self.run.steps + 1))):
+            ranks = self.play_again(run)
+            if ranks and all(near(seen.snapshots[-1], self.due)[stays].all() for seen, stays in zip(ranks, self.stays)):
+                return cause
         return ""
 
     def has_stepped(self, seen, stays):
         """Return whether a rank's inner optimizer has stepped all of the elements that have stayed in the model."""
         own = seen.inner.own if seen.inner else torch.zeros(0)
-        is_stepped = near(self.due[:, None], own).any(dim=1)  # for each element, whether its due value is among `own`
+        is_stepped = near(self.due[:, None], own).any(dim=1)  # for each element: whether its due value is among `own`
         return is_stepped[stays].all()
 
 
 def stretches(contents):
-    """Yield (content, first index, last index) of neighbours in a list that are equal."""
+    """Yield (content, first index, last index) of neighbours in a list that are equal, which groupby() joins."""
     for content, group in itertools.groupby(range(len(contents)), key=contents.__getitem__):
         indices = list(group)
         yield content, indices[0], indices[-1]

@@ -23,14 +23,17 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 
 
 class Wrong(Exception):
-    """Says what was expected, what came (a text of one line or two), and the likely cause."""
+    """Says what was expected, what came (a text of one line or two), and the likely cause; "" has no line."""
 
     is_error = False  # whether an exception, a death or a hang ended the check
 
     def __init__(self, expected, came, cause=UNKNOWN):
         super().__init__(came)
-        lines = [("expected", expected), *zip(("came", ""), came.split("\n")), ("cause", cause)]
-        self.lines = [(word, rest) for word, rest in lines if rest]  # a line is printed as its first word and the rest
+        self.expected = expected
+        self.came = came.strip()
+        # (first word, rest) of each line that is printed; the second line of what came has no word.
+        lines = [("expected", expected), *zip(("came", ""), self.came.split("\n")), ("cause", cause)]
+        self.lines = [(word, rest) for word, rest in lines if rest]
 
 
 def require(is_right, *lines):

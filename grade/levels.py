@@ -1,7 +1,8 @@
 """Grades the optimizer of a package by checks: trains with it on ranks, and compares what they see with what is due.
 
 A level is a list of checks. The function of a check returns lines to print, or None. It raises Wrong where the package
-fails, with the likely cause. By `by_hand` the right values are computed without training, by `trains` in one process.
+fails, with the likely cause: a line in words. `by_hand` knows the right values from arithmetic; `trains` trains one
+process that has all batches.
 """
 
 import functools
@@ -152,7 +153,7 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
             one_process = mistakes.in_one_process(run, range(d), before_step=mistakes.fill_with_zeros)
     for step in range(1, len(one_process.snapshots)):
         if run.max_norms:
-            check_norm(run, ranks, one_process.norms, step)
+            check_norm(run, ranks, one_process.norms[step - 1], step)
         check_params(run, ranks, one_process.snapshots, step, cause_if_unknown)
     require(not any(seen.draws for seen in ranks), "a step leaves the random numbers of torch and random as they are",
             "a step changes their state",
@@ -269,7 +270,7 @@ def transposed(grader):
     except Wrong as wrong:
         if not wrong.is_error:
             raise
-        return ["refused    " + dict(wrong.lines)["came"]]
+        return ["refused    " + wrong.came.split("\n")[0]]
 
 
 def follows_loaded(grader):

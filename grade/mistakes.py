@@ -1,4 +1,7 @@
-"""Makes known mistakes in one process that has all batches: a package that trains the same has the same mistake."""
+"""Makes known mistakes in one process that has all batches: a package that trains the same has the same mistake.
+
+Each mistake has a cause: the text by which a learner is told of it.
+"""
 
 import contextlib
 import functools
@@ -17,7 +20,7 @@ NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_dec
 class OneProcess:
     """Gives an optimizer of torch, the base class beside it, the interface of a sharded optimizer on `d` ranks.
 
-    A mistake replaces one of the first six methods.
+    A mistake replaces some of the methods up to `loaded`.
     """
 
     def used(self, now, start, last):
@@ -31,28 +34,33 @@ class OneProcess:
         """Change gradients or state when all gradients of a step are there."""
 
     def cleared(self, param, set_to_none):
-        """Return the gradient of `param` after zero_grad(): None."""
+        """Return the gradient of `param` after zero_grad()."""
+        return None
 
-    def scaled(self, ratio, norm):
-        """Return the factor of the gradients, and the norm that clip_grad_norm_ returns. ratio: max_norm / norm."""
-        return min(ratio, 1), norm
+    def norm(self):
+        """Return the norm of the gradients, by which clip_grad_norm_ clips."""
+        return norm_of(self.params())
 
-    def params(self):
-        """Return the parameters that clip_grad_norm_ takes the norm of, which are all."""
-        return self.all_params()
+    def factor(self, ratio):
+        """Return the factor by which clip_grad_norm_ scales gradients. ratio: max_norm / norm."""
+        return min(ratio, 1)
+
+    def returned(self, norm, factor):
+        """Return what clip_grad_norm_ returns."""
+        return norm
 
     def loaded(self, saved):
         """Return the items of a state_dict() that take the place of those in `saved` when it is loaded."""
         return {}
 
-    no_sync = prefetch_params = finish_param_sync = contextlib.nullcontext  # does nothing
+    no_sync = prefetch_params = finish_param_sync = contextlib.nullcontext  # in one process they do nothing
 
     def __init__(self, params, optimizer_cls, **kwargs):
         super().__init__(params, **kwargs)
         self.start = [dict(group) for group in self.param_groups]  # copies, because schedulers write into groups
         self.last = self.start  # copies of the groups as they were in the step before
 
-    def all_params(self):
+    def params(self):
         return [param for group in self.param_groups for param in group["params"]]
 
     def step(self):
@@ -66,29 +74,34 @@ class OneProcess:
         self.last = current
 
     def zero_grad(self, set_to_none=True):
-        for param in self.all_params():
+        for param in self.params():
             param.grad = self.cleared(param, set_to_none)
 
     def clip_grad_norm_(self, max_norm):
-        norm = nn.utils.clip_grad_norm_(self.params(), math.inf).item()  # scales nothing
-        factor, norm = self.scaled(max_norm / norm, norm)
-        torch._foreach_mul_([param.grad for param in self.all_params()], factor)
-        return norm
+        norm = self.norm()
+        factor = self.factor(max_norm / norm)
+        torch._foreach_mul_([param.grad for param in self.params()], factor)
+        return self.returned(norm, factor)
 
     def load_state_dict(self, saved):
         super().load_state_dict({**saved, **self.loaded(saved)})
 
 
-def in_one_process(run, ranks, settings=(), factor=lambda *_: 1.0, **methods):
+def norm_of(params):
+    return nn.utils.clip_grad_norm_(params, math.inf).item()  # clips nothing
+
+
+def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
     """Return the Seen of one process that has the batches of all `ranks`, and makes a mistake.
 
-    settings: fields of `run` that the mistake changes. factor: (d, micro-batches, step, micro-batch) -> the factor of a
+    settings: fields of `run` that the mistake changes. weight: (d, micro-batches, step, micro-batch) -> the weight of a
     loss. methods: those that the mistake replaces in OneProcess.
     """
     run = replace(run, **dict(settings))
     d = len(ranks)
+    # A subclass of both, with the methods of the mistake.
     cls = type("Mistaken", (OneProcess, run.inner_optimizer()[0]), {"d": d, **methods})
-    return play(Candidate(cls, rank=0, entries=[]), run, ranks, functools.partial(factor, d, run.micro_batches))
+    return play(Candidate(cls, rank=0, entries=[]), run, ranks, functools.partial(weight, d, run.micro_batches))
 
 
 def each_alone(run, d):
@@ -96,13 +109,14 @@ def each_alone(run, d):
     return [in_one_process(run, [rank]) for rank in range(d)]
 
 
-# What mistakes put in place of methods. `self` is a OneProcess.
+# Functions that mistakes put in place of methods. `self` is a OneProcess.
 
 
-def by_the_last_norm(self, ratio, norm):
-    last_norm = getattr(self, "last_norm", norm)
-    self.last_norm = norm
-    return min(ratio * norm / last_norm, 1), last_norm
+def norm_of_the_step_before(self):
+    norm = norm_of(self.params())
+    norm_before = getattr(self, "norm_before", norm)
+    self.norm_before = norm
+    return norm_before
 
 
 def moments_in_16_bits(self):
@@ -112,28 +126,30 @@ def moments_in_16_bits(self):
 
 
 def divide_by_users(self):
-    grad = self.all_params()[0].grad  # of the parameter that one rank uses
+    """Turn the mean over d ranks into the gradient of the rank that uses the first parameter."""
+    grad = self.params()[0].grad
     if grad is not None:
         grad.mul_(self.d)
 
 
 def add_stale(self):
     """Add the mistake of ranks that don't use a parameter: they send the average of the step before again."""
-    param = self.all_params()[0]  # one rank uses it
-    n_without = self.d - (param.grad is not None)
-    stale = getattr(self, "stale", None)
-    if stale is not None:
-        param.grad = (0 if param.grad is None else param.grad) + stale * n_without / self.d
+    param = self.params()[0]  # one rank uses it in some steps, the first among them
+    n_users = 0 if param.grad is None else 1
+    if hasattr(self, "stale"):
+        of_others = self.stale * (self.d - n_users) / self.d
+        param.grad = param.grad + of_others if n_users else of_others
     self.stale = param.grad
 
 
 def fill_with_zeros(self):
-    for param in self.all_params():
+    for param in self.params():
         if param.grad is None:
             param.grad = torch.zeros_like(param)
 
 
 def own_value(self, param, set_to_none):
+    """Return the parameter's value: its gradient's memory has held parameters."""
     return param.detach().clone()
 
 
@@ -174,27 +190,25 @@ MISTAKES = {
             {"used": lambda self, now, start, last: {"weight_decay": self.defaults["weight_decay"]}}},
     "micro_batches": {
         "only the last micro-batch counts: the gradients of those before were dropped":
-            {"factor": lambda d, n, step, micro: float(micro == n - 1)},
-        "only the first micro-batch counts": {"factor": lambda d, n, step, micro: float(micro == 0)},
+            {"weight": lambda d, n, step, micro: float(micro == n - 1)},
+        "only the first micro-batch counts": {"weight": lambda d, n, step, micro: float(micro == 0)},
         "micro-batches that were averaged are sent again with the next one":
-            {"factor": lambda d, n, step, micro: n - micro},
+            {"weight": lambda d, n, step, micro: n - micro},
         "micro-batches are averaged: their gradients add up, as in torch":
-            {"factor": lambda d, n, step, micro: 1 / n}},
+            {"weight": lambda d, n, step, micro: 1 / n}},
     "max_norms": {
         "the norm is right, and the gradients were not scaled by max_norm / norm":
-            {"scaled": lambda self, ratio, norm: (1, norm)},
+            {"factor": lambda self, ratio: 1},
         "gradients are scaled also where their norm is below max_norm: the factor is at most 1":
-            {"scaled": lambda self, ratio, norm: (ratio, norm)},
+            {"factor": lambda self, ratio: ratio},
         "√d times the norm: every rank adds the squares of the whole model, so they count d times":
-            {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * self.d**0.5)},
-        "the norm after clipping: return the one before":
-            {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm * min(ratio, 1))},
-        "the root is missing: this is the square of the norm":
-            {"scaled": lambda self, ratio, norm: (min(ratio, 1), norm**2)},
+            {"returned": lambda self, norm, factor: norm * self.d**0.5},
+        "the norm after clipping: return the one before": {"returned": lambda self, norm, factor: norm * factor},
+        "the root is missing: this is the square of the norm": {"returned": lambda self, norm, factor: norm**2},
         "the norm of the step before: take the norm of this step's gradients, and clip by it":
-            {"scaled": by_the_last_norm},
+            {"norm": norm_of_the_step_before},
         "the norm of the first group alone: add up the squares over all groups":
-            {"params": lambda self: self.param_groups[0]["params"]}},
+            {"norm": lambda self: norm_of(self.param_groups[0]["params"])}},
     "resume": {
         "the state is lost: load_state_dict() leaves the inner optimizer as new":
             {"loaded": lambda self, saved: {"state": {}}},
@@ -213,12 +227,12 @@ MISTAKES = {
         "zero_grad(set_to_none=False) leaves gradients as they are: it must zero them":
             {"cleared": lambda self, param, set_to_none: None if set_to_none else param.grad}},
     "": {
-        SUMMED: {"factor": lambda d, n, step, micro: d},
-        TWICE_AVERAGED: {"factor": lambda d, n, step, micro: 1 / d},
+        SUMMED: {"weight": lambda d, n, step, micro: d},
+        TWICE_AVERAGED: {"weight": lambda d, n, step, micro: 1 / d},
         "gradients of the step before are added again: zero_grad() must forget them":
             {"cleared": lambda self, param, set_to_none: param.grad},
         "parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed":
-            {"cleared": own_value, "factor": lambda d, n, step, micro: float(step == 0)},
+            {"cleared": own_value, "weight": lambda d, n, step, micro: float(step == 0)},
         "gradients were added to parameters: the buffer must be zeroed when these have been copied out":
             {"cleared": own_value}}}
 

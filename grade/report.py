@@ -63,7 +63,7 @@ def passes(level, grader, only=""):
         if not isinstance(outcome, Wrong):
             say(("ok", check.name), *[("", line) for line in outcome])
         elif check.name == "its methods" and not grader.facts.is_optimizer:
-            say(("not yet", f"level 2 wants {dict(outcome.lines)['expected']}"),
+            say(("not yet", f"level 2 wants {outcome.expected}"),
                 ("", "docs/exercise.md has its skeleton"))
             return None
         else:
@@ -149,7 +149,7 @@ def grade(grader, args):
     try:
         facts = grader.facts
     except Wrong as wrong:
-        came = " ".join(line for word, line in wrong.lines if word in ("came", ""))  # "" begins a second line of it
+        came = wrong.came.replace("\n", " ")
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
     number = exercises.number_of_drill(grader.package)

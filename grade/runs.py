@@ -48,7 +48,7 @@ class Run:
     schedule: str = ""  # "lr": the lr falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
     micro_batches: int = 1  # backward passes of a step
     no_sync: bool = False  # all backward passes of a step but the last are inside no_sync()
-    max_norms: tuple = ()  # clips gradients to a norm in each step
+    max_norms: tuple = ()  # of the gradients, to which each step clips them
     resume: bool = False  # saves after two steps, and goes on in another model with another optimizer
     prefetch: bool = False  # parameters arrive in the next forward pass, and rank 1 sends its own late
     zeroes: bool = True  # calls zero_grad() after a step
@@ -56,7 +56,7 @@ class Run:
     unused: bool = False  # the model has a parameter that one rank uses in two of three steps, and one that none uses
     thaws: bool = False  # the first layer is frozen when the optimizer is built, and trained from the first step on
     strides: bool = False  # matrices are transposed in memory
-    reloads: bool = False  # other values are loaded into the model after the constructor
+    reloads: bool = False  # other values are loaded into the model when the optimizer has been built
     dtype: torch.dtype = torch.float32
     sizes: tuple = (7, 11, 5, 7)  # the layers' numbers of inputs, and the last layer's number of outputs
     counts_memory: bool = False  # counts bytes; keeps parameters after the last step only, because copies would count
@@ -122,7 +122,7 @@ class Run:
 
 
 class InnerStep(NamedTuple):
-    """Holds flat copies that were made when an inner optimizer had stepped."""
+    """Holds copies of tensors, made when an inner optimizer had stepped; each as one flat tensor (numel,)."""
     model: torch.Tensor  # all parameters of the model
     own: torch.Tensor  # the inner optimizer's parameters
     grads: torch.Tensor  # their gradients; without elements if they have none
@@ -149,17 +149,17 @@ class Seen:
 class Training:
     """Trains a Candidate as a Run says, and notes in `seen` what its rank sees.
 
-    ranks: the ranks whose mean loss is trained on. factor: (step, micro-batch) -> factor of the loss.
+    ranks: the ranks whose mean loss is trained on. weight: (step, micro-batch) -> weight of the loss.
     """
 
-    def __init__(self, candidate, run, ranks, factor):
+    def __init__(self, candidate, run, ranks, weight):
         self.candidate = candidate
         self.run = run
         self.ranks = ranks
-        self.factor = factor
+        self.weight = weight
         self.entries = candidate.entries
         self.seen = Seen()
-        self.stepped = set()  # optimizers of torch
+        self.stepped = set()  # optimizers that are torch.optim.Optimizers
         self.step_start = 0  # index in `entries` of this step's first collective
         self.backward_stop = 0  # index of the first collective after this step's backward passes
         self.inner_step_stop = None  # index of the first collective after the inner optimizer's step; None: not yet
@@ -187,10 +187,10 @@ class Training:
                 if param.requires_grad:  # an optimizer may have frozen some
                     param.register_hook(self.note_gradient)
 
-    def backward(self, number, factor=1.0):
+    def backward(self, number, weight=1.0):
         """Run the backward pass of the batch `number`."""
         losses = (self.run.loss(self.model, number, rank) for rank in self.ranks)
-        (sum(losses) * (factor / len(self.ranks))).backward()
+        (sum(losses) * (weight / len(self.ranks))).backward()
 
     def accumulate(self, step):
         """Run the backward passes of a step, all but the last inside no_sync() where the run has it."""
@@ -199,7 +199,7 @@ class Training:
             n_before = len(self.entries)
             is_in_no_sync = self.run.no_sync and micro < last
             with self.optimizer.no_sync() if is_in_no_sync else contextlib.nullcontext():
-                self.backward(step * self.run.micro_batches + micro, self.factor(step, micro))
+                self.backward(step * self.run.micro_batches + micro, self.weight(step, micro))
             if is_in_no_sync:
                 self.seen.n_in_no_sync += len(self.entries) - n_before
 
@@ -244,7 +244,7 @@ class Training:
             part.load_state_dict(state)
 
     def note_step(self, optimizer, *_):
-        """Note a step of a torch optimizer: first of the inner one, then of the one around it."""
+        """Note that an optimizer has stepped: first the inner one, then the graded one. Torch calls this."""
         self.stepped.add(optimizer)
         if optimizer is self.optimizer:
             return
@@ -253,17 +253,20 @@ class Training:
         if not self.run.counts_memory and self.seen.inner is None:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
-            self.seen.inner = InnerStep(*map(flat_copy, (self.model.parameters(), params, grads)))
+            self.seen.inner = InnerStep(flat_copy(self.model.parameters()), flat_copy(params), flat_copy(grads))
         if self.run.prefetch and self.candidate.rank == 1:
             time.sleep(0.2)
 
     def note_first_layer(self, *_):
+        """Note which messages the first layer has waited for. Torch calls this when the layer has computed."""
         self.seen.first_layer_waited = [entry.is_awaited for entry in self.seen.after_inner]
 
     def note_gradient(self, _):
+        """Note how many messages are in flight. Torch calls this when a gradient has been computed; the last counts."""
         self.seen.n_in_flight = sum(not entry.is_awaited for entry in self.entries[self.step_start :])
 
     def note_collectives(self):
+        """Note the collectives of a step that ends."""
         seen = self.seen
         seen.entries = self.entries[self.step_start :]
         seen.n_in_backward = self.backward_stop - self.step_start
@@ -277,14 +280,15 @@ class Training:
         inner = self.stepped
         if len(inner) > 1:
             inner = inner - {self.optimizer}  # an outer optimizer may show the inner one's state
-        for state in (state for optimizer in inner for state in optimizer.state.values()):
-            for value in state.values():
-                if torch.is_tensor(value) and value.dim():
-                    self.seen.n_state += sum(int(plain.count_nonzero()) for plain in plain_tensors(value))
+        for optimizer in inner:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if torch.is_tensor(value) and value.dim():  # AdamW's number of steps has no dimension
+                        self.seen.n_state += sum(int(plain.count_nonzero()) for plain in plain_tensors(value))
 
 
-def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
-    """Do a Run with a Candidate, and return Seen. ranks: by default the candidate's; ranks and factor: see Training."""
+def play(candidate, run, ranks=None, weight=lambda step, micro: 1.0):
+    """Do a Run with a Candidate, and return Seen. ranks: by default the candidate's; ranks and weight: see Training."""
     if run.without_rank_0:
         group = dist.new_group(range(1, dist.get_world_size()))
         if candidate.rank == 0:
@@ -292,7 +296,7 @@ def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
         candidate = replace(candidate, rank=candidate.rank - 1, group=group)
     memory = Memory("cpu") if run.counts_memory else contextlib.nullcontext()
     with memory:
-        training = Training(candidate, run, ranks or [candidate.rank], factor)
+        training = Training(candidate, run, ranks or [candidate.rank], weight)
         with register_optimizer_step_post_hook(training.note_step):
             if not run.counts_memory:
                 training.keep_params()
