@@ -86,8 +86,9 @@ def combinations(d):
     return [Combination(ranks, divisor) for ranks in subsets for divisor in DIVISORS]
 
 
-def combination_of(gradient, d):
-    """Return the Combination that has this value, or None."""
+def combination_of(ratio, d):
+    """Return the Combination that is `ratio` times the mean of d ranks' gradients, or None."""
+    gradient = ratio * Combination(range(d), d).value()
     for combination in combinations(d):
         value = combination.value()
         if abs(gradient - value) < 1e-3 * value:
@@ -138,7 +139,7 @@ class ByHand(Run):
 
     def expected(self, d):
         """Return in a sentence what is right on d ranks."""
-        mean_move = self.lr * sum(BASE**rank for rank in range(d)) / d  # of a parameter whose scale is 1
+        mean_move = self.lr * Combination(range(d), d).value()  # of a parameter whose scale is 1
         if len(set(self.scales)) > 1:
             moves = f"{', '.join(f'{mean_move * scale:.3g}' for scale in self.scales)} of the parameters"
         elif self.zeroes:
@@ -194,23 +195,24 @@ class Movement:
         self.d = len(ranks)
         # Of each element (numel,):
         self.start = run.start()
-        self.scales = run.grad(0)  # because rank 0's gradient is 1 · scale
         self.mean_grad = torch.stack([run.grad(rank) for rank in range(self.d)]).mean(dim=0)
-        self.due = self.start - run.lr * self.mean_grad  # the right value after one step
+        self.right_move = run.lr * self.mean_grad  # of one step, which takes it away
+        self.due = self.start - self.right_move  # after one step
         # Of each rank and element (d, numel):
         self.end = torch.stack([seen.snapshots[-1] for seen in ranks])
         self.stays = near(self.end, self.start)  # where an element has not moved
         self.is_wrong = ~self.stays & ~near(self.end, self.due)
-        self.moved = (self.start - self.end) / run.lr  # by how much gradient, as one step takes lr · gradient away
+        self.moves = self.start - self.end
+        self.ratios = self.moves / self.right_move
 
     def explanation(self):
         """Explain elements that are wrong after all steps; return None if all are right."""
         for factor in self.run.factors():
-            if near(self.end, self.start - factor * self.run.lr * self.mean_grad).all():
+            if near(self.end, self.start - factor * self.right_move).all():
                 return None
         if self.stays.all():
             return self.nothing_moved()
-        if self.run.reverses:  # an earlier check, in which all ranks have one order, has passed
+        if self.run.reverses:  # an earlier check, in which all ranks have one order, has passed; here scales differ
             return self.moved_by_rank(), ORDER
         return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
                 or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
@@ -238,19 +240,17 @@ class Movement:
 
     def moved_alike(self):
         """Explain elements all of which have stayed, or have moved by one multiple of the mean gradient."""
-        ratios = (self.moved / self.mean_grad)[~self.stays]
+        ratios = self.ratios[~self.stays]
         factor = ratios[0].item()
         is_right = any(abs(factor - right) < 1e-3 for right in self.run.factors())
         is_alike = ratios.isfinite().all() and torch.allclose(ratios, ratios[:1], rtol=1e-3)
         if is_right or not is_alike:
             return None
-        text = f"{factor:.3g} times the mean gradient"
-        if len(set(self.run.scales)) == 1:
-            text = f"{self.run.lr * factor * self.mean_grad[0]:.3g} wherever it has moved: {text}"
+        text = f"{factor * self.right_move[0]:.3g} wherever it has moved: {factor:.3g} times the mean gradient"
         for cause, known in self.known_factors(factor):
             if abs(factor - known) < 1e-2 * abs(known):
                 return text, cause
-        combination = combination_of(factor * self.mean_grad[0] / self.scales[0], self.d)
+        combination = combination_of(factor, self.d)
         return text, combination.cause(self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
@@ -268,8 +268,7 @@ class Movement:
     def combined(self):
         """Explain wrong elements that have moved by a combination of the ranks' gradients other than their mean."""
         places = self.is_wrong.nonzero().tolist()  # [rank, element]
-        combinations_by_place = [combination_of(self.moved[rank, index] / self.scales[index], self.d)
-                                 for rank, index in places]
+        combinations_by_place = [combination_of(self.ratios[rank, index], self.d) for rank, index in places]
         if not places or None in combinations_by_place:
             return None
         first = combinations_by_place[0]
@@ -279,14 +278,14 @@ class Movement:
         ranks = sorted({rank for rank, _ in places})
         where = "every rank" if len(ranks) == self.d else f"rank {', '.join(map(str, ranks))}"
         rank, index = places[0]
-        return (f"elements {spans(self.is_wrong.any(dim=0))} have moved by {self.run.lr * self.moved[rank, index]:.3g} "
-                f"on {where}: lr × {first.in_words()}", first.cause(self.d))
+        return (f"elements {spans(self.is_wrong.any(dim=0))} have moved by {self.moves[rank, index]:.3g} on {where}: "
+                f"lr × {first.in_words()}", first.cause(self.d))
 
     def moved_by_rank(self):
         """Return in words by how much each rank's elements have moved."""
         listed = []
-        for rank, (moved, stays) in enumerate(zip(self.moved, self.stays)):
-            distances = sorted({f"{self.run.lr * value:.3g}" for value in moved[~stays].tolist()})
+        for rank, (moves, stays) in enumerate(zip(self.moves, self.stays)):
+            distances = sorted({f"{move:.3g}" for move in moves[~stays].tolist()})
             listed.append(f"rank {rank}: {', '.join(distances)}")
         return shorten(f"moved by {'; '.join(listed)}")
 

@@ -112,7 +112,7 @@ class Grader:
 
 def failure(error, reports, raised, cause_of_error):
     """Return (expected, came, cause) of an exception, a death or a hang, from the ranks' reports."""
-    parting = first_difference(reports)
+    parting = first_difference(reports)  # "" if all ranks call the same collectives
     # gloo raises on a rank that has lost another one.
     culprits = [(rank, report) for rank, report in raised if "gloo" not in report.text]
     has_died = " ended with exit code " in error or " was killed by signal " in error

@@ -41,7 +41,7 @@ MAX_GROWTH = 0.01  # bytes per parameter and step
 class Check:
     """Calls `function(grader, **settings)`.
 
-    fact: one of grader.facts. Classes of which it isn't true have no such check; "": all have it.
+    fact: one of grader.facts. The check is for classes of which the fact is true; "": it is for all.
     """
 
     def __init__(self, name, function, fact="", /, **settings):
@@ -50,10 +50,10 @@ class Check:
         self.function = functools.partial(function, **settings)
 
 
-def play_on(grader, d, run, cause_of_error=None):
+def play_on(grader, run, d=2, cause_of_error=None):
     """Return the Seen of each of d ranks that have trained. cause_of_error: the cause of an exception or a hang."""
     n_ranks = d + 1 if run.without_rank_0 else d
-    return grader.run(n_ranks, play, run, cause_of_error=cause_of_error)[-d:]
+    return grader.run(n_ranks, play, run, cause_of_error=cause_of_error)[-d:]  # perhaps without rank 0
 
 
 def interface(grader):
@@ -90,11 +90,11 @@ def by_hand(grader, d=2, cause_of_error=None, **settings):
     def play_again(other_run):
         """Return the Seen of each rank; None if a rank fails."""
         try:
-            return play_on(grader, d, other_run)
+            return play_on(grader, other_run, d)
         except Wrong:
             return None
 
-    check_movement(run, play_on(grader, d, run, cause_of_error), grader.facts.finishes, play_again)
+    check_movement(run, play_on(grader, run, d, cause_of_error), grader.facts.finishes, play_again)
 
 
 def of_16_bits(grader):
@@ -104,7 +104,7 @@ def of_16_bits(grader):
 
 def nan_arrives(grader):
     """Check that a nan in rank 1's gradients makes parameters nan on every rank, as in torch."""
-    for rank, seen in enumerate(play_on(grader, 2, ByHand(nan_rank=1))):
+    for rank, seen in enumerate(play_on(grader, ByHand(nan_rank=1))):
         is_finite = seen.snapshots[-1].isfinite()
         require(not is_finite.any(), "where rank 1's gradient is nan, parameters become nan on every rank, as in torch",
                 f"elements {spans(is_finite)} are finite on rank {rank}", "a nan is replaced, or its step left out: "
@@ -117,9 +117,9 @@ def constructor(grader, **settings):
     Before the constructor all elements are r on rank r.
     """
     expected = "the constructor gives every rank the parameters of the first rank: here 0 everywhere"
-    ranks = play_on(grader, 2, ByHand(scales=(0,) * 4, start_is_rank=True, **settings))
+    ranks = play_on(grader, ByHand(scales=(0,) * 4, start_is_rank=True, **settings))
     built = [seen.snapshots[0] for seen in ranks]
-    missed = "none was" if built[-1].all() else "some were not"
+    missed = "none was" if built[-1].all() else "some were not"  # the last rank has had no 0
     for rank, values in enumerate(built):
         require(not values.any(), expected, f"elements {spans(values != 0)} of rank {rank} are {values.max():g}",
                 f"parameters are broadcast from the first rank in the constructor, each in place: {missed}")
@@ -142,7 +142,7 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
     cause_if_unknown: the cause to name if no known mistake computes the same. settings: of the Run.
     """
     run = Run(**settings)
-    ranks = play_on(grader, d, run, cause_of_error)
+    ranks = play_on(grader, run, d, cause_of_error)
     one_process = mistakes.in_one_process(run, range(d))
     lines = []
     if run.unused:
@@ -167,8 +167,8 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
 def resumes_in_16_bits(grader):
     """Check that a run that is saved and loaded has the same bits as one that goes on."""
     run = Run(optimizer="AdamW", steps=4, dtype=torch.bfloat16)
-    straight = play_on(grader, 2, run)[0].snapshots
-    resumed = play_on(grader, 2, replace(run, resume=True))[0].snapshots
+    straight = play_on(grader, run)[0].snapshots
+    resumed = play_on(grader, replace(run, resume=True))[0].snapshots
     for step in (3, 4):
         require(torch.equal(resumed[step], straight[step]),
                 "bfloat16: training goes on from state_dict() as if nothing had happened", f"after step {step}, "
@@ -177,7 +177,7 @@ def resumes_in_16_bits(grader):
 
 def state(grader, d=2):
     """Check that each of AdamW's moments exists on one rank, and that every rank has some."""
-    n_held = [seen.n_state for seen in play_on(grader, d, EIGHT_LAYERS)]  # elements that aren't 0, on each rank
+    n_held = [seen.n_state for seen in play_on(grader, EIGHT_LAYERS, d)]  # elements that aren't 0, on each rank
     whole = 2 * NUMEL
     total = sum(n_held)
     shares = ", ".join(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
@@ -220,7 +220,7 @@ def cause_of_excess(units):
 def sends_and_holds(grader):
     """Check the bytes sent and held, also on four ranks: on two an all-gather of all gradients would pass."""
     for d, with_ranks in ((4, "with 4 ranks, "), (2, "")):
-        seen = play_on(grader, d, EIGHT_LAYERS)[0]
+        seen = play_on(grader, EIGHT_LAYERS, d)[0]
         units = units_sent(seen.entries, d)
         sent = sum(units.values())
         sent_on_nccl = sent - units["reduce_scatter"] / 2  # gloo's reduce-scatter is an all-reduce
@@ -234,6 +234,7 @@ def sends_and_holds(grader):
             require(held <= 16 * 1.05, "fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
                     f"{with_ranks}{held:.2f}", f"parameters and gradients take 8 and 1/{d} of the moments {8 / d:g}: "
                     f"{held - due:.2g} more are kept")
+    # These lines are of two ranks.
     native = ""
     if sent_on_nccl < sent:
         native = f"; {sent_on_nccl:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
@@ -244,7 +245,7 @@ def sends_and_holds(grader):
 
 def keeps_nothing(grader):
     """Check that a rank holds as much after step 6 as after step 2."""
-    after_2, after_6 = (play_on(grader, 2, replace(EIGHT_LAYERS, steps=steps)) for steps in (2, 6))
+    after_2, after_6 = (play_on(grader, replace(EIGHT_LAYERS, steps=steps)) for steps in (2, 6))
     n_more = max(later.held - earlier.held for earlier, later in zip(after_2, after_6))  # bytes, in 4 steps
     growth = n_more / 4 / NUMEL
     require(growth <= MAX_GROWTH, "a rank holds as much after step 6 as after step 2",
@@ -254,7 +255,7 @@ def keeps_nothing(grader):
 
 def first_layer_waits(grader):
     """Check that the first layer doesn't wait for the last message, which arrives after all others."""
-    waited = play_on(grader, 2, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0].first_layer_waited  # by message
+    waited = play_on(grader, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0].first_layer_waited  # by message
     cause = "send first the parameters that the forward pass reads first: the last bucket of the backward pass"
     if all(waited):
         cause = "a module waits for its own parameters alone: module.parameters(recurse=False)"
@@ -277,7 +278,7 @@ def follows_loaded(grader):
     """Check that a step of bfloat16 parameters starts from weights that were loaded after the constructor."""
     run = Run(dtype=torch.bfloat16, reloads=True, steps=1)
     loaded = flat_copy(run.model(OTHER_SEED).parameters())
-    for rank, seen in enumerate(play_on(grader, 2, run)):
+    for rank, seen in enumerate(play_on(grader, run)):
         distance = (seen.snapshots[-1] - loaded).abs().max().item()
         require(distance <= LR, f"after a step of lr {LR} no weight is further than {LR} from what was loaded",
                 f"{distance:.2g} on rank {rank}")
@@ -285,7 +286,7 @@ def follows_loaded(grader):
 
 def sends_in_backward(grader):
     """Check that at the last gradient some message is in flight for which nobody has waited yet."""
-    n_messages = play_on(grader, 2, EIGHT_LAYERS)[0].n_in_flight
+    n_messages = play_on(grader, EIGHT_LAYERS)[0].n_in_flight
     require(n_messages > 0, "some messages are in flight when the last gradient is computed", "none is")
     return [f"in flight  {n_messages} messages when the last gradient is computed"]
 

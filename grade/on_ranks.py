@@ -166,7 +166,8 @@ def watched(rank, package, limits, function, *args):
         classes = [(getattr(module, name), name) for name in CLASSES for module in modules if hasattr(module, name)]
         cls, name = classes[0] if classes else (None, "")
         with ReportedLedger() as ledger:
-            result = function(Candidate(cls, rank.number, ledger.entries, None, package, name, rank), *args)
+            candidate = Candidate(cls, rank.number, ledger.entries, package=package, name=name, worker=rank)
+            result = function(candidate, *args)
         event(Report("ended"))
         return result
     except BaseException as error:  # SystemExit, too

@@ -280,11 +280,11 @@ class Training:
         inner = self.stepped
         if len(inner) > 1:
             inner = inner - {self.optimizer}  # an outer optimizer may show the inner one's state
+        moments = []
         for optimizer in inner:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if torch.is_tensor(value) and value.dim():  # AdamW's number of steps has no dimension
-                        self.seen.n_state += sum(int(plain.count_nonzero()) for plain in plain_tensors(value))
+            for state in optimizer.state.values():  # AdamW's number of steps has no dimension
+                moments += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
+        self.seen.n_state = int(flat_copy(moments).count_nonzero())
 
 
 def play(candidate, run, ranks=None, weight=lambda step, micro: 1.0):
