@@ -51,6 +51,7 @@ class Combination(NamedTuple):
     divisor: int
 
     def value(self):
+        """Return the combination's number, where the scale of the gradients is 1."""
         return sum(BASE**rank for rank in self.ranks) / self.divisor
 
     def is_one_gradient(self):
@@ -101,7 +102,7 @@ class ByHand(Run):
     """Describes a run that begins with elements 0, 1, 2, …; rank r's gradient of parameter k is 7^r · scales[k]."""
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)  # of the parameters
-    scales: tuple = (1, 1, 1, 1)
+    scales: tuple = (1, 1, 1, 1)  # of the parameters' gradients
     lr: float = LR
     reverses: bool = False  # rank 1 computes its gradients in the other order
     start_is_rank: bool = False  # all elements are r on rank r
@@ -196,14 +197,14 @@ class Movement:
         # Of each element (numel,):
         self.start = run.start()
         self.mean_grad = torch.stack([run.grad(rank) for rank in range(self.d)]).mean(dim=0)
-        self.right_move = run.lr * self.mean_grad  # of one step, which takes it away
-        self.due = self.start - self.right_move  # after one step
+        self.right_move = run.lr * self.mean_grad  # what one step should take away
+        self.due = self.start - self.right_move  # the right values after one step
         # Of each rank and element (d, numel):
-        self.end = torch.stack([seen.snapshots[-1] for seen in ranks])
+        self.end = torch.stack([seen.snapshots[-1] for seen in ranks])  # the values after the last step
         self.stays = near(self.end, self.start)  # where an element has not moved
         self.is_wrong = ~self.stays & ~near(self.end, self.due)
-        self.moves = self.start - self.end
-        self.ratios = self.moves / self.right_move
+        self.moves = self.start - self.end  # what the steps have taken away
+        self.ratios = self.moves / self.right_move  # by how many mean gradients an element has moved
 
     def explanation(self):
         """Explain elements that are wrong after all steps; return None if all are right."""
@@ -212,7 +213,8 @@ class Movement:
                 return None
         if self.stays.all():
             return self.nothing_moved()
-        if self.run.reverses:  # an earlier check, in which all ranks have one order, has passed; here scales differ
+        # An earlier check, in which all ranks have one order, has passed. In this run alone the scales differ.
+        if self.run.reverses:
             return self.moved_by_rank(), ORDER
         return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
                 or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
@@ -300,7 +302,7 @@ class Movement:
         """Explain wrong elements by what they hold, on the first rank that has some."""
         if not self.is_wrong.any():
             return None
-        rank = self.is_wrong.any(dim=1).nonzero()[0].item()
+        rank = self.is_wrong.any(dim=1).nonzero()[0].item()  # the first
         values = self.end[rank]
         is_wrong = self.is_wrong[rank]
         is_finite = values.isfinite()

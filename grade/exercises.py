@@ -137,7 +137,7 @@ def write(name, to):
     if drill := re.fullmatch(r"drill(\d+)", name):
         return write_package(to, files_of_drill(int(drill[1])))
     for exercise, by_file in bodies().items():
-        if name in (exercise, exercise[len("stage")]):
+        if name in (exercise, exercise[len("stage")]):  # stage3_gradbuffer, 3
             files = {Path(path).name: emptied(path, hints) for path, hints in by_file.items()}
             return write_package(to, {"__init__.py": "", **files})
     raise ValueError(f"STAGE={name}: there are the exercises 0 to 4, and drill1 to drill8")
