@@ -5,7 +5,7 @@ import inspect
 import textwrap
 
 from grade import on_ranks
-from grade.grader import Wrong
+from grade.grader import Failed, Wrong
 from grade.levels import Check
 
 CONTRACT = "tests.stages.test_contract"
@@ -37,8 +37,8 @@ def holds(grader, name, test, world_sizes):
     for world_size in world_sizes:
         try:
             grader.run(world_size, on_ranks.plays, CONTRACT, name)
-        except Wrong as wrong:
+        except Failed as failed:
             promise = (inspect.getdoc(test) or "no exception").splitlines()[0]
             expected = textwrap.shorten(promise, 98, placeholder=" …")  # a line of the verdict has 118 characters
             more = f'make test ARGS="{CONTRACT.replace(".", "/")}.py --stage {grader.package} -k {name}" shows more'
-            raise Wrong(f"{expected} ({world_size} ranks)", wrong.came, more) from None
+            raise Wrong(f"{expected} ({world_size} ranks)", failed.came, more) from None

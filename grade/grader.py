@@ -1,4 +1,4 @@
-"""Runs a check on ranks. An exception, a death or a hang there becomes a Wrong, which says what happened.
+"""Runs a check on ranks. An exception, a death or a hang there becomes a Failed, which says what happened.
 
 A check calls functions on ranks, and raises Wrong where a learner's package does another thing than it should. The
 cause that a Wrong names is a line about the likely mistake.
@@ -25,8 +25,6 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 class Wrong(Exception):
     """Says what was expected, what came (a text of one line or two), and the likely cause; "" has no line."""
 
-    is_error = False  # whether an exception, a death or a hang ended the check
-
     def __init__(self, expected, came, cause=UNKNOWN):
         super().__init__(came)
         self.expected = expected
@@ -36,6 +34,10 @@ class Wrong(Exception):
         self.lines = [(word, rest) for word, rest in lines if rest]
 
 
+class Failed(Wrong):
+    """Says that an exception, a death or a hang has ended a check."""
+
+
 def require(is_right, *lines):
     """Raise Wrong(*lines) unless the package `is_right`. lines: expected, came and perhaps cause."""
     if not is_right:
@@ -43,7 +45,7 @@ def require(is_right, *lines):
 
 
 class Grader:
-    """Runs functions on ranks, with the optimizer of `package`; a failure becomes a Wrong."""
+    """Runs functions on ranks, with the optimizer of `package`."""
 
     def __init__(self, package, workers=None):
         self.package = package
@@ -81,7 +83,7 @@ class Grader:
     def run(self, world_size, function, *args, cause_of_error=None):
         """Return [function(candidate, *args) of each rank]; candidate: grade/runs.py's, which each rank makes.
 
-        cause_of_error: the likely cause if an exception shows no other.
+        Raise Failed if a rank fails. cause_of_error: the likely cause if an exception shows no other.
         """
         key = world_size, function, args
         if key in self.results:
@@ -104,9 +106,7 @@ class Grader:
         try:
             self.results[key] = workers.run(on_ranks.watched, self.package, LIMITS_S, function, *args, on_event=hear)
         except WorkerError as error:
-            wrong = Wrong(*failure(str(error), reports, raised, cause_of_error))
-            wrong.is_error = True
-            raise wrong from None
+            raise Failed(*failure(str(error), reports, raised, cause_of_error)) from None
         return self.results[key]
 
 

@@ -14,7 +14,7 @@ import torch
 from grade import mistakes
 from grade.by_hand import ByHand, check_movement, spans
 from grade.compare import check_norm, check_params, difference
-from grade.grader import Wrong, require
+from grade.grader import Failed, require
 from grade.runs import LR, OTHER_SEED, Run, counted, flat_copy, play
 
 # Causes.
@@ -91,7 +91,7 @@ def by_hand(grader, d=2, cause_of_error=None, **settings):
         """Return the Seen of each rank; None if a rank fails."""
         try:
             return play_on(grader, other_run, d)
-        except Wrong:
+        except Failed:
             return None
 
     check_movement(run, play_on(grader, run, d, cause_of_error), grader.facts.finishes, play_again)
@@ -268,10 +268,8 @@ def transposed(grader):
     """Check matrices that lie transposed in memory. An exception may refuse them; mixing up elements is wrong."""
     try:
         trains(grader, cause_if_unknown=STRIDES, strides=True)
-    except Wrong as wrong:
-        if not wrong.is_error:
-            raise
-        return ["refused    " + wrong.came.split("\n")[0]]
+    except Failed as failed:
+        return ["refused    " + failed.came.split("\n")[0]]
 
 
 def follows_loaded(grader):
