@@ -25,18 +25,24 @@ fail = functools.partial(command_line.fail, "grade")
 
 
 def package_of(stage):
-    """Return the name of a package: of a stage's number, or `stage` itself. Nothing of the package is run."""
+    """Return the name of a package or module, for the learner's STAGE: a number, a name or a path.
+
+    Nothing of the package is run.
+    """
     if stage.isdecimal():
-        return next((name for name in STAGES if name.startswith(f"stage{stage}_")), None) or fail(
-            f"STAGE={stage}: there are stages 1 to {len(STAGES)}")
+        for name in STAGES:
+            if name.startswith(f"stage{stage}_"):
+                return name
+        fail(f"STAGE={stage}: there are stages 1 to {len(STAGES)}")
     package = stage.removesuffix("/").removesuffix(".py").replace("/", ".")
-    if not all(map(str.isidentifier, package.split("."))) or not any(files_of(package, folder) for folder in sys.path):
+    is_name = all(map(str.isidentifier, package.split(".")))
+    if not is_name or not any(files_of(package, folder) for folder in sys.path):
         fail(f"STAGE={stage}: no package or module of that name in {Path.cwd().name}/")
     return package
 
 
 def files_of(package, folder=""):
-    """Return the Python files of a package or module in a folder, and those beside a module of a package."""
+    """Return the Python files of a package or module in a folder; of a module in a package also those beside it."""
     path = Path(folder, *package.split("."))
     if path.is_dir():
         return sorted(path.rglob("*.py"))
@@ -47,7 +53,7 @@ def files_of(package, folder=""):
 
 
 def when_saved(package):
-    """Return when each file of a package was saved; None while an editor replaces one."""
+    """Return {file of a package: when it was saved}; None while an editor replaces a file."""
     with contextlib.suppress(OSError):
         return {file: file.stat().st_mtime_ns for file in files_of(package)}
 
@@ -56,7 +62,7 @@ def watch(package, args):
     """Grade at each save, on ranks that were started before the save. Ctrl-C ends this."""
     from grade import grader, report
 
-    graded = None
+    graded = None  # what when_saved() has returned for the files that were graded last
     while True:
         ranks = grader.Grader(package)
         ranks.start()
@@ -70,14 +76,16 @@ def watch(package, args):
 
 
 def main():
+    """Grade as the command line says; return the exit code."""
     parser = command_line.Parser("grade", __doc__)
-    parser.add_argument("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
-    parser.add_argument("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
-    parser.add_argument("--watch", action="store_true", help="grade again at each save")
-    parser.add_argument("--hint", type=int, choices=[1, 2, 3], default=1, help="of a drill: the report, the check, the "
-                        "state (default 1)")
-    parser.add_argument("--answer", action="store_true", help="of a drill: what it was, and where")
+    add = parser.add_argument
+    add("stage", help=f"1 to {len(STAGES)}, or the name of a package or module in the current folder")
+    add("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
+    add("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
+    add("--watch", action="store_true", help="grade again at each save")
+    add("--hint", type=int, choices=[1, 2, 3], default=1,
+        help="of a drill: the report, the check, the state (default 1)")
+    add("--answer", action="store_true", help="of a drill: what it was, and where")
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, on every machine
     sys.path.insert(0, os.getcwd())

@@ -1,6 +1,10 @@
-"""Names the mistake in a step: elements start at 0, 1, 2, …, so that a wrong value shows where it came from."""
+"""Names the mistake in a step whose right result can be computed by hand.
 
-import functools
+The elements of the parameters start at 0, 1, 2, …, so that a wrong value shows where it came from. Rank r's gradient is
+7^r, so that a wrong gradient shows whose gradients are in it. The names in capitals are causes: the texts by which a
+learner is told of a likely mistake.
+"""
+
 import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,92 +29,107 @@ TOO_EARLY = "no collective begins after the inner optimizer's step: send paramet
 STALE = "updated parameters reach the other ranks and not their owner's model: copy them into that model, too"
 AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it on every rank, or on none"
 OVERWRITTEN = "updated parameters were overwritten by a rank that does not own them: their owner must broadcast them"
-NOTHING = {  # the gradients of an inner optimizer, on some rank at least -> why no element has moved
+NOTHING = {  # what the inner optimizers of all ranks have stepped with -> the cause, where no element has moved
     "nothing": "no torch optimizer has stepped a parameter: step() must step an inner optimizer that has some",
     "no gradients": "the inner optimizer's parameters have no gradients: give gradients to these copies",
     "zeros": "the inner optimizer's gradients are all 0: copy the reduced gradients into them",
     "gradients": "the inner optimizer stepped copies (main parameters), which were not copied to the model"}
 NOT_AWAITED = "a collective with async_op=True returns a work: wait() for it before its result is read"
 NOT_FINISHED = "step() waits for the parameters by finish_param_sync(), unless prefetch_params() was called"
-TORCH_LR = 1e-3  # the default of torch's optimizers
-PADDING = "0, as padding is"
 PADDED = "padding was taken for parameters: shard r begins at r · the longest length, and ends after its own length"
 MISPLACED = "packing and cutting disagree on order or length, or a rank calls its collectives in another order"
 
-
+TORCH_LR = 1e-3  # the default of torch's optimizers
+PADDING = "0, as padding is"
 BASE = 7  # rank r's gradient is 7^r
 DIVISORS = 1, 2, 3, 4, 6, 9  # of a sum of gradients: the numbers of ranks, their squares and products
 
 
-@functools.cache
-def combinations(d):
-    """Return {(ranks, divisor): the sum of these ranks' gradients / divisor}.
+class Combination(NamedTuple):
+    """The sum of the gradients of `ranks`, divided by `divisor`."""
+    ranks: tuple
+    divisor: int
 
-    No two sums are equal; with a BASE of 2, 3 or 5 some would be. A divisor that isn't among DIVISORS would be mistaken
-    for another combination: (1 + 7) / 8 is rank 0's gradient.
+    def value(self):
+        """Return the combination's number, where the scale of the gradients is 1."""
+        return sum(BASE**rank for rank in self.ranks) / self.divisor
+
+    def is_one_gradient(self):
+        return len(self.ranks) == 1 and self.divisor == 1
+
+    def in_words(self):
+        words = f"rank {self.ranks[0]}'s gradient"
+        if len(self.ranks) > 1:
+            words = f"the gradients of ranks {', '.join(map(str, self.ranks))}, added"
+        return words if self.divisor == 1 else f"{words} and divided by {self.divisor}"
+
+    def cause(self, d):
+        """Return the mistake by which d ranks step with this combination, and not with the mean of all gradients."""
+        if self.is_one_gradient():
+            return f"all ranks have rank {self.ranks[0]}'s gradient of these parameters: average it over the ranks"
+        missing = [str(rank) for rank in range(d) if rank not in self.ranks]
+        if missing:
+            return f"the gradient of rank {' and '.join(missing)} is missing from the sum"
+        if self.divisor == 1:
+            return SUMMED
+        if self.divisor == d * d:
+            return TWICE_AVERAGED
+        return f"the sum of the gradients is divided by {self.divisor}: the number of ranks is {d} here"
+
+
+def combinations(d):
+    """Return the Combinations of the gradients of d ranks.
+
+    No two have the same value; with a BASE of 2, 3 or 5 some would. A divisor that isn't among DIVISORS would be
+    mistaken for another combination: (1 + 7) / 8 is rank 0's gradient.
     """
     subsets = [ranks for n in range(1, d + 1) for ranks in itertools.combinations(range(d), n)]
-    return {(ranks, divisor): sum(BASE**rank for rank in ranks) / divisor for ranks in subsets for divisor in DIVISORS}
+    return [Combination(ranks, divisor) for ranks in subsets for divisor in DIVISORS]
 
 
-def combination_of(gradient, d):
-    """Return the (ranks, divisor) whose combination is this gradient, or None."""
-    return next((found for found, value in combinations(d).items() if abs(gradient - value) < 1e-3 * value), None)
-
-
-def in_words(combination):
-    ranks, divisor = combination
-    text = f"rank {ranks[0]}'s gradient"
-    if len(ranks) > 1:
-        text = f"the gradients of ranks {', '.join(map(str, ranks))}, added"
-    return text if divisor == 1 else f"{text} and divided by {divisor}"
-
-
-def cause_of(combination, d):
-    """Return the mistake by which ranks step with this combination of gradients, and not with the mean of d."""
-    ranks, divisor = combination
-    missing = [str(rank) for rank in range(d) if rank not in ranks]
-    if missing and divisor == 1 and len(ranks) == 1:
-        return f"all ranks have rank {ranks[0]}'s gradient of these parameters: average it over the ranks"
-    if missing:
-        return f"the gradient of rank {' and '.join(missing)} is missing from the sum"
-    if divisor == 1:
-        return SUMMED
-    if divisor == d * d:
-        return TWICE_AVERAGED
-    return f"the sum of the gradients is divided by {divisor}: the number of ranks is {d} here"
+def combination_of(ratio, d):
+    """Return the Combination that is `ratio` times the mean of d ranks' gradients, or None."""
+    gradient = ratio * Combination(range(d), d).value()
+    for combination in combinations(d):
+        value = combination.value()
+        if abs(gradient - value) < 1e-3 * value:
+            return combination
+    return None
 
 
 @dataclass(frozen=True)
 class ByHand(Run):
-    """Describes a run from 0, 1, 2, … on; rank r's gradient of parameter k is 7^r · scales[k]."""
+    """Describes a run that begins with elements 0, 1, 2, …; rank r's gradient of parameter k is 7^r · scales[k]."""
     steps: int = 1
-    numels: tuple = (4, 4, 4, 4)
-    scales: tuple = (1, 1, 1, 1)
+    numels: tuple = (4, 4, 4, 4)  # of the parameters
+    scales: tuple = (1, 1, 1, 1)  # of the parameters' gradients
     lr: float = LR
     reverses: bool = False  # rank 1 computes its gradients in the other order
     start_is_rank: bool = False  # all elements are r on rank r
     nan_rank: int | None = None  # the rank whose gradients are nan
 
     def start(self):
+        """Return all elements before the first step (numel,)."""
         return torch.arange(float(sum(self.numels)))
 
     def grad(self, rank):
-        return torch.cat([torch.full((n,), float(BASE**rank * scale)) for n, scale in zip(self.numels, self.scales)])
+        """Return the gradients of all elements (numel,)."""
+        base = float("nan") if rank == self.nan_rank else float(BASE**rank)
+        return torch.cat([torch.full((n,), base * scale) for n, scale in zip(self.numels, self.scales)])
 
-    def model(self, seed):  # the seed is the rank
-        values = torch.full_like(self.start(), seed) if self.start_is_rank else self.start()
+    def model(self, rank):
+        """Return a model as Run.model does; ranks begin with their number as the seed."""
+        values = torch.full_like(self.start(), rank) if self.start_is_rank else self.start()
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
-    def settings(self):
+    def inner_optimizer(self):
         return torch.optim.SGD, {"lr": self.lr}
 
     def loss(self, model, number, rank):
-        factor = float("nan") if rank == self.nan_rank else BASE**rank
-        terms = list(zip(model, self.scales))
+        params_and_grads = list(zip(model, self.grad(rank).split(self.numels)))
         if self.reverses and rank == 1:
-            terms.reverse()  # the gradient of the last term comes first
-        return sum((param * scale).sum() for param, scale in terms) * factor
+            params_and_grads.reverse()  # autograd begins with the product that was computed last
+        return sum((param * grad).sum() for param, grad in params_and_grads)
 
     def factors(self):
         """Return by how many mean gradients an element may have moved.
@@ -120,187 +139,196 @@ class ByHand(Run):
         return [self.steps] if self.zeroes else [2, 3]
 
     def expected(self, d):
-        lr_times_mean = self.lr * sum(BASE**rank for rank in range(d)) / d
+        """Return in a sentence what is right on d ranks."""
+        mean_move = self.lr * Combination(range(d), d).value()  # of a parameter whose scale is 1
         if len(set(self.scales)) > 1:
-            figure = f"{', '.join(f'{lr_times_mean * scale:.3g}' for scale in self.scales)} of the parameters"
+            moves = f"{', '.join(f'{mean_move * scale:.3g}' for scale in self.scales)} of the parameters"
         elif self.zeroes:
             grads = " + ".join(f"{BASE**rank * self.scales[0]}" for rank in range(d))
-            figure = f"{self.lr:g} · ({grads}) / {d} = {lr_times_mean * self.scales[0]:.3g}"
+            moves = f"{self.lr:g} · ({grads}) / {d} = {mean_move * self.scales[0]:.3g}"
         else:
-            figure = " or ".join(f"{lr_times_mean * factor:.3g}" for factor in self.factors()) + " after two steps"
-        return f"every element moves by lr × mean gradient, {figure}, on every rank"
+            moves = " or ".join(f"{mean_move * factor:.3g}" for factor in self.factors()) + " after two steps"
+        return f"every element moves by lr × mean gradient, {moves}, on every rank"
 
 
-def check_movement(case, ranks, finishes, again):
-    """Raise Wrong unless every element is where `case` takes it, and no collective is in flight.
+def check_movement(run, ranks, has_finish, play_again):
+    """Raise Wrong unless every element is where `run` takes it, and no collective is in flight.
 
-    ranks: the Seen of each rank. finishes: whether the optimizer has finish_param_sync(). again: a function that runs
-    another ByHand and returns its `ranks`, or None.
+    ranks: the Seen of each rank. has_finish: whether the optimizer has finish_param_sync(). play_again: a function that
+    plays another ByHand and returns the Seen of each rank, or None.
     """
-    fault = Movement(case, ranks, again).fault()
-    expected = case.expected(len(ranks)) if fault else "every collective has arrived when a step ends"
+    came, cause = Movement(run, ranks, play_again).explanation() or ("", "")
+    expected = run.expected(len(ranks)) if came else "every collective has arrived when a step ends"
     for rank, seen in enumerate(ranks):
         if seen.never_awaited:
-            late = f"rank {rank} has not waited for {counted(seen.never_awaited)} when its step ends"
-            if place := seen.never_awaited[0].place:
-                late += f" ({place})"
-            came = [fault[0], shorten(late)] if fault else shorten(late)
-            raise Wrong(expected, came, NOT_FINISHED if finishes else NOT_AWAITED)
-    if fault:
-        came, cause = fault
+            in_flight = f"rank {rank} has not waited for {counted(seen.never_awaited)} when its step ends"
+            if place := seen.never_awaited[0].place:  # "file:line"
+                in_flight += f" ({place})"
+            raise Wrong(expected, f"{came}\n{shorten(in_flight)}", NOT_FINISHED if has_finish else NOT_AWAITED)
+    if came:
         raise Wrong(expected, came, cause)
 
 
 class Content(NamedTuple):
-    """Says what an element holds. {} in `text` stands for another element, whose index is greater by `shift`."""
+    """Says in `text` what an element holds. {} stands for another element, whose index is greater by `shift`."""
     text: str
-    shift: int
+    shift: int = 0
+
+
+RIGHT = Content("")  # of an element that isn't wrong
 
 
 def near(a, b):
+    """Return a mask of the elements that are equal up to rounding."""
     return (a - b).abs() <= 1e-4
 
 
 class Movement:
-    """Holds the elements of all ranks before and after the steps: tensors (d, numel), a row per rank, or (numel,).
+    """Explains where the elements of all ranks are after the steps of a ByHand. The arguments are check_movement's.
 
-    A method that explains elements returns (what came, the likely cause), or () if it has no explanation.
+    Several methods explain elements. They return (what came, the likely cause), or None if they have no explanation.
     """
 
-    def __init__(self, case, ranks, again):
-        self.case = case
+    def __init__(self, run, ranks, play_again):
+        self.run = run
         self.ranks = ranks
-        self.again = again
+        self.play_again = play_again
         self.d = len(ranks)
-        self.start = case.start()
-        self.element_scales = case.grad(0)  # because rank 0's gradient of an element is 1 · scale
-        self.mean_grad = torch.stack([case.grad(rank) for rank in range(self.d)]).mean(dim=0)
-        self.came = torch.stack([seen.snapshots[-1] for seen in ranks])
-        self.due = self.start - case.lr * self.mean_grad  # the right elements after one step
-        self.is_right = near(self.came, self.due)
-        self.stays = near(self.came, self.start)
-        self.is_wrong = ~self.is_right & ~self.stays
-        self.moved = (self.start - self.came) / case.lr  # a sum of gradients
+        # Of each element (numel,):
+        self.start = run.start()
+        self.mean_grad = torch.stack([run.grad(rank) for rank in range(self.d)]).mean(dim=0)
+        self.right_move = run.lr * self.mean_grad  # what one step should take away
+        self.due = self.start - self.right_move  # the right values after one step
+        # Of each rank and element (d, numel):
+        self.end = torch.stack([seen.snapshots[-1] for seen in ranks])  # the values after the last step
+        self.stays = near(self.end, self.start)  # where an element has not moved
+        self.is_wrong = ~self.stays & ~near(self.end, self.due)
+        self.moves = self.start - self.end  # what the steps have taken away
+        self.ratios = self.moves / self.right_move  # by how many mean gradients an element has moved
 
-    def fault(self):
-        """Return (what came, the likely cause), or () if every element is right."""
-        ends = (self.start - factor * self.case.lr * self.mean_grad for factor in self.case.factors())
-        if any(near(self.came, end).all() for end in ends):
-            return ()
+    def explanation(self):
+        """Explain elements that are wrong after all steps; return None if all are right."""
+        for factor in self.run.factors():
+            if near(self.end, self.start - factor * self.right_move).all():
+                return None
         if self.stays.all():
             return self.nothing_moved()
-        if self.case.reverses:  # an earlier check, in which all ranks have one order, has passed
+        # An earlier check, in which all ranks have one order, has passed. In this run alone the scales differ.
+        if self.run.reverses:
             return self.moved_by_rank(), ORDER
         return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
                 or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
 
     def nothing_moved(self):
+        """Explain why no element has moved."""
+        inner_steps = {rank: seen.inner for rank, seen in enumerate(self.ranks) if seen.inner}
         listed = []
-        for rank, seen in enumerate(self.ranks):
-            moves_within = seen.inner and ~near(seen.inner.model, self.start)
-            if seen.inner and moves_within.any():
-                listed.append(f"rank {rank} elements {spans(moves_within)}")
+        for rank, inner in inner_steps.items():
+            moved = ~near(inner.model, self.start)
+            if moved.any():
+                listed.append(f"rank {rank} elements {spans(moved)}")
         if listed:
             return (shorten(f"nothing has moved; after the inner step {', '.join(listed)} had"),
                     self.comes_late() or OVERWRITTEN)
-        stepped = [seen.inner for seen in self.ranks if seen.inner and len(seen.inner.own)]
-        grads = [inner.grads for inner in stepped if inner.grads is not None]
-        kind = "gradients" if any(grad.any() for grad in grads) else "zeros"
-        if not grads:
-            kind = "no gradients" if stepped else "nothing"
+        if any(inner.grads.any() for inner in inner_steps.values()):
+            kind = "gradients"
+        elif any(len(inner.grads) for inner in inner_steps.values()):
+            kind = "zeros"
+        elif any(len(inner.own) for inner in inner_steps.values()):
+            kind = "no gradients"
+        else:
+            kind = "nothing"
         return "nothing has moved, on any rank", self.comes_late() or NOTHING[kind]
 
     def moved_alike(self):
         """Explain elements all of which have stayed, or have moved by one multiple of the mean gradient."""
-        ratios = (self.moved / self.mean_grad)[~self.stays]
+        ratios = self.ratios[~self.stays]
         factor = ratios[0].item()
-        is_due = any(abs(factor - due) < 1e-3 for due in self.case.factors())
-        if is_due or not ratios.isfinite().all() or not torch.allclose(ratios, ratios[:1], rtol=1e-3):
-            return ()
-        text = f"{factor:.3g} times the mean gradient"
-        if len(set(self.case.scales)) == 1:
-            text = f"{self.case.lr * factor * self.mean_grad[0]:.3g} wherever it has moved: {text}"
+        is_right = any(abs(factor - right) < 1e-3 for right in self.run.factors())
+        is_alike = ratios.isfinite().all() and torch.allclose(ratios, ratios[:1], rtol=1e-3)
+        if is_right or not is_alike:
+            return None
+        text = f"{factor * self.right_move[0]:.3g} wherever it has moved: {factor:.3g} times the mean gradient"
         for cause, known in self.known_factors(factor):
             if abs(factor - known) < 1e-2 * abs(known):
                 return text, cause
-        combination = combination_of(factor * self.mean_grad[0] / self.element_scales[0], self.d)
-        return text, cause_of(combination, self.d) if combination else UNKNOWN
+        combination = combination_of(factor, self.d)
+        return text, combination.cause(self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
         """Yield (cause, number of mean gradients by which elements then move), the likeliest first."""
-        case = self.case
-        if not case.zeroes:  # step 1 moves by the mean; step 2 by (the mean on its owner + all gradients) / d
+        if not self.run.zeroes:  # step 1 moves by the mean; step 2 by (the mean on its owner + all gradients) / d
             yield AVERAGED_AGAIN, 1 + (1 / self.d + 1)
         yield ALMOST, 1
-        yield DEFAULTS, TORCH_LR / case.lr
-        inner_grads = [seen.inner and seen.inner.grads for seen in self.ranks]
-        are_right = all(grads is not None and abs(grads.mean() / self.mean_grad.mean() - 1) < 1e-3
-                        for grads in inner_grads)
-        if case.steps == 1 and are_right:  # then the lr explains any factor
+        yield DEFAULTS, TORCH_LR / self.run.lr
+        has_right_grads = all(seen.inner and abs(seen.inner.grads.mean() / self.mean_grad.mean() - 1) < 1e-3
+                              for seen in self.ranks)
+        if self.run.steps == 1 and has_right_grads:  # then the lr explains any factor
             yield "the inner optimizer has the right gradients, and another lr than the constructor's", factor
         yield "step against the gradient", -1
 
     def combined(self):
-        """Explain elements that have moved by a combination of the ranks' gradients other than their mean."""
-        indices_by_combination = {}  # combination -> the wrong elements that it has moved, on some rank
-        for rank, index in self.is_wrong.nonzero().tolist():
-            combination = combination_of(self.moved[rank, index] / self.element_scales[index], self.d)
-            indices_by_combination.setdefault(combination, []).append(index)
-        if not indices_by_combination or None in indices_by_combination:
-            return ()
-        if len(indices_by_combination) > 1:
-            is_own = all(len(ranks) == divisor == 1 for ranks, divisor in indices_by_combination)
-            first = next(iter(indices_by_combination))
-            return self.moved_by_rank(), NOT_AVERAGED if is_own else cause_of(first, self.d)
-        combination, indices = next(iter(indices_by_combination.items()))
-        elements = torch.zeros(len(self.start), dtype=torch.bool)
-        elements[indices] = True
-        ranks = [rank for rank in range(self.d) if self.is_wrong[rank].any()]
+        """Explain wrong elements that have moved by a combination of the ranks' gradients other than their mean."""
+        places = self.is_wrong.nonzero().tolist()  # [rank, element]
+        combinations_by_place = [combination_of(self.ratios[rank, index], self.d) for rank, index in places]
+        if not places or None in combinations_by_place:
+            return None
+        first = combinations_by_place[0]
+        if len(set(combinations_by_place)) > 1:
+            is_own = all(combination.is_one_gradient() for combination in combinations_by_place)
+            return self.moved_by_rank(), NOT_AVERAGED if is_own else first.cause(self.d)
+        ranks = sorted({rank for rank, _ in places})
         where = "every rank" if len(ranks) == self.d else f"rank {', '.join(map(str, ranks))}"
-        distance = self.start[indices[0]] - self.came[ranks[0], indices[0]]
-        return (f"elements {spans(elements)} have moved by {distance:.3g} on {where}: lr × {in_words(combination)}",
-                cause_of(combination, self.d))
+        rank, index = places[0]
+        return (f"elements {spans(self.is_wrong.any(dim=0))} have moved by {self.moves[rank, index]:.3g} on {where}: "
+                f"lr × {first.in_words()}", first.cause(self.d))
 
     def moved_by_rank(self):
+        """Return in words by how much each rank's elements have moved."""
         listed = []
-        for rank, (moved, stays) in enumerate(zip(self.moved, self.stays)):
-            distances = sorted({f"{self.case.lr * value:.3g}" for value in moved[~stays].tolist()})
+        for rank, (moves, stays) in enumerate(zip(self.moves, self.stays)):
+            distances = sorted({f"{move:.3g}" for move in moves[~stays].tolist()})
             listed.append(f"rank {rank}: {', '.join(distances)}")
         return shorten(f"moved by {'; '.join(listed)}")
 
     def added_to_parameters(self):
-        mistaken_move = self.case.lr * (self.due + self.mean_grad)  # in step 2, from `due`
-        if self.case.zeroes or not near(self.came[0], self.due - mistaken_move).all():
-            return ()
+        """Explain a step 2 whose gradients were added to parameters, which step 1 left in the gradients' memory."""
+        after_step_2 = self.due - self.run.lr * (self.due + self.mean_grad)
+        if self.run.zeroes or not near(self.end[0], after_step_2).all():
+            return None
         return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
 
     def decoded(self):
-        """Explain the contents of wrong elements, on the first rank that has some."""
+        """Explain wrong elements by what they hold, on the first rank that has some."""
         if not self.is_wrong.any():
-            return ()
-        rank = self.is_wrong.nonzero()[0, 0].item()
-        values = self.came[rank]
-        mask = self.is_wrong[rank]
-        where = "" if near(self.came, values).all() else f" on rank {rank}"
-        if not values.isfinite().all():
-            return (f"in elements {spans(~values.isfinite())}: {values[~values.isfinite()][0]:g}",
+            return None
+        rank = self.is_wrong.any(dim=1).nonzero()[0].item()  # the first
+        values = self.end[rank]
+        is_wrong = self.is_wrong[rank]
+        is_finite = values.isfinite()
+        if not is_finite.all():
+            return (f"in elements {spans(~is_finite)}: {values[~is_finite][0]:g}",
                     "memory that nobody has written, 0 / 0, or a gradient too large for 16 bits of fp16 (65,504)")
+        where = "" if near(self.end, values).all() else f" on rank {rank}"
         for name, gradient in (("mean", self.mean_grad), ("summed", self.mean_grad * self.d)):
-            if near(values, gradient)[mask].all() and mask.sum() > 1:
-                return (f"in elements {spans(mask)}: the {name} gradient{where}",
+            if near(values, gradient)[is_wrong].all() and is_wrong.sum() > 1:
+                return (f"in elements {spans(is_wrong)}: the {name} gradient{where}",
                         "a gradient was taken for a parameter: copy what was stepped")
-        contents = {index: self.content(index, values[index]) for index in mask.nonzero().flatten().tolist()}
-        if None in contents.values():
-            return ()
-        words = [f"in {named(first, last)}: {content.text.format(named(first + content.shift, last + content.shift))}"
-                 for content, first, last in runs(contents)]
-        is_padded = any(content.text == PADDING for content in contents.values())
+        contents = [self.content(index, value) if is_wrong[index] else RIGHT for index, value in enumerate(values)]
+        if None in contents:
+            return None
+        words = []
+        for content, first, last in stretches(contents):
+            if content is not RIGHT:
+                other = elements(first + content.shift, last + content.shift)
+                words.append(f"in {elements(first, last)}: {content.text.format(other)}")
+        is_padded = any(content.text == PADDING for content in contents)
         return shorten("; ".join(words)) + where, PADDED if is_padded else MISPLACED
 
     def content(self, index, value):
-        """Return the Content of element `index`; None if its value is unknown."""
+        """Return the Content of an element that has this value, or None if the value is unknown."""
         if abs(value) < 1e-9:
-            return Content(PADDING, 0)
+            return Content(PADDING)
         for text, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
             same = near(values, value).nonzero()
             if len(same):
@@ -310,53 +338,49 @@ class Movement:
     def not_moved(self):
         """Explain elements that have not moved, on some ranks or on all."""
         if not self.stays.any():
-            return ()
+            return None
         cause = self.comes_late() if any(seen.after_inner for seen in self.ranks) else TOO_EARLY
-        if (nowhere := self.stays.all(dim=0)).any():
-            return (f"elements {spans(nowhere)} have moved on no rank",
+        stays_everywhere = self.stays.all(dim=0)
+        if stays_everywhere.any():
+            return (f"elements {spans(stays_everywhere)} have moved on no rank",
                     cause or "nobody owns these parameters, or their gradients have not arrived")
-        listed = [f"elements {spans(mask)} on rank {rank}" for rank, mask in enumerate(self.stays) if mask.any()]
+        listed = [f"elements {spans(stays)} on rank {rank}" for rank, stays in enumerate(self.stays) if stays.any()]
         if not cause:
-            cause = STALE if all(map(self.has_stepped, self.ranks, self.stays)) else NOT_RECEIVED
+            is_stepped = all(self.has_stepped(seen, stays) for seen, stays in zip(self.ranks, self.stays))
+            cause = STALE if is_stepped else NOT_RECEIVED
         return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
 
     def comes_late(self):
-        """Return the reason why elements that have not moved will move later; "" if they never do."""
-        settled = self.again(replace(self.case, settles=True))
-        if settled and all(near(seen.snapshots[-1], self.due).all() for seen in settled):
-            return LATE
-        one_more = self.again(replace(self.case, steps=self.case.steps + 1))
-        if one_more and all(near(seen.snapshots[-1], self.due)[stays].all()
-                            for seen, stays in zip(one_more, self.stays)):
-            return ONE_STEP_OLD
+        """Return the cause if elements that have not moved will move later; "" if they never do."""
+        for cause, run in ((LATE, replace(self.run, settles=True)),
+                           (ONE_STEP_OLD, replace(self.run, steps=self.run.steps + 1))):
+            ranks = self.play_again(run)
+            if ranks and all(near(seen.snapshots[-1], self.due)[stays].all() for seen, stays in zip(ranks, self.stays)):
+                return cause
         return ""
 
-    def has_stepped(self, seen, mask):
-        """Return whether a rank's inner optimizer has stepped all of the elements in `mask`."""
-        stepped = seen.inner.own if seen.inner else torch.zeros(0)
-        return near(self.due[mask, None], stepped).any(dim=1).all()  # is each due value among the stepped ones?
+    def has_stepped(self, seen, stays):
+        """Return whether a rank's inner optimizer has stepped all of the elements that have stayed in the model."""
+        own = seen.inner.own if seen.inner else torch.zeros(0)
+        is_stepped = near(self.due[:, None], own).any(dim=1)  # for each element: whether its due value is among `own`
+        return is_stepped[stays].all()
 
 
-def runs(contents):
-    """Return (content, first, last) of neighbouring indices with the same content. contents: index -> content."""
-    merged = []
-    for index, content in contents.items():
-        if merged and merged[-1][0] == content and merged[-1][2] == index - 1:
-            merged[-1][2] = index
-        else:
-            merged.append([content, index, index])
-    return merged
+def stretches(contents):
+    """Yield (content, first index, last index) of neighbours in a list that are equal, which groupby() joins."""
+    for content, group in itertools.groupby(range(len(contents)), key=contents.__getitem__):
+        indices = list(group)
+        yield content, indices[0], indices[-1]
 
 
 def interval(first, last):
     return f"{first}-{last}" if first < last else f"{first}"
 
 
-def named(first, last):
+def elements(first, last):
     return f"element{'s' if first < last else ''} {interval(first, last)}"
 
 
 def spans(mask):
     """Return the indices that are set in a mask (n,), as "0-3, 8"."""
-    indices = dict.fromkeys(mask.nonzero().flatten().tolist())
-    return ", ".join(interval(first, last) for _, first, last in runs(indices))
+    return ", ".join(interval(first, last) for is_set, first, last in stretches(mask.tolist()) if is_set)

@@ -1,6 +1,7 @@
-"""Writes an exercise or a drill as a package.
+"""Writes an exercise or a drill as a package, for a learner who fills in bodies, or looks for the fault.
 
-An exercise is a core without the bodies that exercises.md lists. A drill is a stage with a fault of drills.md.
+An exercise is the core of a stage without the bodies that exercises.md lists. A drill is a stage with a fault of
+drills.md.
 
     make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=drill1)
 """
@@ -17,21 +18,24 @@ from harness.publishing.stages import CORE, ROOT, files_of, functions, write_pac
 REPORT = "REPORT.md"  # a file in the package of a drill, whose first line has the number of the drill
 
 
+def sections_of(name, heading):
+    """Return the sections of a page beside this file, which begin after `heading`."""
+    page = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return page.split(f"\n{heading}")[1:]
+
+
 @functools.cache
 def bodies():
     """Return {exercise: {file: {function to be filled in: hint}}}, as exercises.md lists them."""
-    of_exercises = {}
-    for line in Path(__file__).with_name("exercises.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            of_files = {}
-            of_exercises[line.removeprefix("## ")] = of_files
-        elif line.startswith("- "):
-            of_functions = {}
-            of_files[line.removeprefix("- ")] = of_functions
-        elif line.startswith("  - "):
-            name, _, hint = line.removeprefix("  - ").partition(": ")
-            of_functions[name] = hint
-    return of_exercises
+    by_exercise = {}
+    for section in sections_of("exercises.md", "## "):
+        exercise, *files = section.split("\n- ")
+        by_file = {}
+        for file in files:
+            path, *functions_and_hints = file.split("\n  - ")
+            by_file[path.strip()] = dict(text.strip().split(": ", 1) for text in functions_and_hints)
+        by_exercise[exercise.strip()] = by_file
+    return by_exercise
 
 
 def emptied(path, hints):
@@ -43,31 +47,31 @@ def emptied(path, hints):
     tree = ast.parse(source)
     lines = source.splitlines()
     # From the last function to the first, so that the lines above keep their numbers.
-    for name, node in sorted(functions(tree).items(), key=lambda pair: pair[1].lineno, reverse=True):
-        short = name.split(".")[-1]
-        hint = hints.get(short) or hints.get(name)
+    for name, node in reversed(functions(tree).items()):
+        short_name = name.split(".")[-1]
+        hint = hints.get(short_name) or hints.get(name)
         if hint:
-            first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
-            fill_in = f'raise RuntimeError("fill in {short}: {hint}")'
+            first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1  # index in `lines`
+            fill_in = f'raise RuntimeError("fill in {short_name}: {hint}")'
             lines[first : node.end_lineno] = [" " * (node.col_offset + 4) + fill_in]
     if hints:
-        bodies_text = f"{len(hints)} {'body' if len(hints) == 1 else 'bodies'}"
-        exercise = f"Exercise: fill in {bodies_text}, see docs/exercise.md. The solution is {path}."
+        n_bodies = f"{len(hints)} {'body' if len(hints) == 1 else 'bodies'}"
+        exercise = f"Exercise: fill in {n_bodies}, see docs/exercise.md. The solution is {path}."
         closing_quotes = tree.body[0].end_lineno - 1  # index of the last line of the module's docstring
         lines[closing_quotes:closing_quotes] = ["", exercise]
     return "\n".join(lines) + "\n"
 
 
 class Drill(NamedTuple):
-    """A drill of drills.md: its texts, and its edit of a file in the package of a stage."""
+    """A drill of drills.md: texts for the learner, and the edit that makes the fault."""
     title: str
-    report: str
-    check: str  # name of the check that sees the fault
-    state: str
+    report: str  # of a user who has met the fault
+    check: str  # name of the grader's check that sees the fault
+    state: str  # which state of the optimizer to look at
     answer: str
-    stage: str
-    is_guarded: bool
-    file: str
+    stage: str  # whose copy is edited
+    is_guarded: bool  # whether the copy has the stage's guard
+    file: str  # in the copy, whose text `before` is replaced by `after`
     before: str
     after: str
 
@@ -75,63 +79,68 @@ class Drill(NamedTuple):
 @functools.cache
 def drills():
     """Return {number: Drill}, as drills.md has them."""
-    text = Path(__file__).with_name("drills.md").read_text(encoding="utf-8")
-    return {int(number): parsed(section) for number, section in re.findall(
-        r"^## Drill (\d+): (.*?```)\n(?=\n##|\Z)", text, re.MULTILINE | re.DOTALL)}
+    by_number = {}
+    for section in sections_of("drills.md", "## Drill "):
+        number, text = section.split(": ", 1)
+        by_number[int(number)] = drill_of(text)
+    return by_number
 
 
-def parsed(section):
+def drill_of(text):
     """Return the Drill of a section of drills.md.
 
     Its diff begins with `--- path stage` if the package has the stage's guard, or with `--- path` for a bare core.
     """
-    text, path, stage, diff = re.fullmatch(r"(.*)```diff\n--- (\S+) ?(\S*)\n(.*)```", section, re.DOTALL).groups()
-    title, *texts = (" ".join(part.split()) for part in re.split(r"\n- (?:Report|Check|State|Answer): ", text))
-    lines = diff.splitlines(keepends=True)
-    before = "".join(line[1:] for line in lines if line[0] in " -")
-    after = "".join(line[1:] for line in lines if line[0] in " +")
-    file = path if path.startswith("guard/") else Path(path).name
+    text, diff = text.split("```diff\n--- ")
+    texts = [" ".join(part.split()) for part in re.split(r"\n- (?:Report|Check|State|Answer): ", text)]
+    first_line, *lines = diff.splitlines(keepends=True)
+    path, *stage = first_line.split()
     is_guarded = bool(stage)
-    return Drill(title, *texts, stage or Path(path).parent.name, is_guarded, file, before, after)
+    return Drill(*texts, stage[0] if is_guarded else Path(path).parent.name, is_guarded,
+                 file=path if path.startswith("guard/") else Path(path).name,
+                 before="".join(line[1:] for line in lines if line[0] in " -"),
+                 after="".join(line[1:] for line in lines if line[0] in " +"))
 
 
 def files_of_drill(number):
-    """Return {path in the package: text} of a drill. Raise ValueError if the stage hasn't the code that it edits."""
+    """Return {path in the package: text} of a drill. Raise ValueError if its stage hasn't the text that it edits."""
     if number not in drills():
         raise ValueError(f"STAGE=drill{number}: there are drills 1 to {len(drills())}")
     drill = drills()[number]
-    package = files_of(drill.stage, with_checkpoint=False)
+    files = files_of(drill.stage, with_checkpoint=False)
     if not drill.is_guarded:
-        package = {"__init__.py": "", **{name: package[name] for name in CORE if name in package}}
-    if package[drill.file].count(drill.before) != 1:
+        core = {name: text for name, text in files.items() if name in CORE}
+        files = {"__init__.py": "", **core}
+    if files[drill.file].count(drill.before) != 1:
         raise ValueError(f"drill {number}: {drill.file} of {drill.stage} has changed, write its edit in drills.md anew")
-    package[drill.file] = package[drill.file].replace(drill.before, drill.after)
-    return {**package, REPORT: f"# Drill {number}: {drill.title}\n\n{drill.report}\n"}
+    files[drill.file] = files[drill.file].replace(drill.before, drill.after)
+    return {**files, REPORT: f"# Drill {number}: {drill.title}\n\n{drill.report}\n"}
 
 
 def number_of_drill(package):
     """Return the number of a package that is a drill, or None. The package isn't imported."""
     for folder in sys.path:
         report = Path(folder, *package.split("."), REPORT)
-        if report.is_file() and (number := re.match(r"# Drill (\d+)", report.read_text(encoding="utf-8"))):
-            return int(number[1])
+        if report.is_file() and (heading := re.match(r"# Drill (\d+)", report.read_text(encoding="utf-8"))):
+            return int(heading[1])
     return None
 
 
 def answer(number):
+    """Return the answer of a drill, with its edit."""
     drill = drills()[number]
     return f"{drill.answer}\n\n{drill.stage}, {drill.file}: in place of\n\n{drill.before}\nit has\n\n{drill.after}"
 
 
 def write(name, to):
     """Write the drill or exercise `name`: "drill1", "3" or "stage3_gradbuffer". Raise ValueError or OSError."""
-    if re.fullmatch(r"drill\d+", name):
-        return write_package(to, files_of_drill(int(name.removeprefix("drill"))))
-    exercise = next((exercise for exercise in bodies() if name in (exercise, exercise[len("stage")])), None)
-    if exercise is None:
-        raise ValueError(f"STAGE={name}: there are the exercises 0 to 4, and drill1 to drill8")
-    files = {Path(path).name: emptied(path, hints) for path, hints in bodies()[exercise].items()}
-    write_package(to, {"__init__.py": "", **files})
+    if drill := re.fullmatch(r"drill(\d+)", name):
+        return write_package(to, files_of_drill(int(drill[1])))
+    for exercise, by_file in bodies().items():
+        if name in (exercise, exercise[len("stage")]):  # stage3_gradbuffer, 3
+            files = {Path(path).name: emptied(path, hints) for path, hints in by_file.items()}
+            return write_package(to, {"__init__.py": "", **files})
+    raise ValueError(f"STAGE={name}: there are the exercises 0 to 4, and drill1 to drill8")
 
 
 def main(name, to):

@@ -1,6 +1,8 @@
-"""Grades the optimizer of a package, level by level: trains with it on ranks, and compares what comes out.
+"""Grades the optimizer of a package by checks: trains with it on ranks, and compares what they see with what is due.
 
-The function of a check returns lines to print, or None. It raises Wrong where the package fails, with the likely cause.
+A level is a list of checks. The function of a check returns lines to print, or None. It raises Wrong where the package
+fails, with the likely cause: a line in words. `by_hand` knows the right values from arithmetic; `trains` trains one
+process that has all batches.
 """
 
 import functools
@@ -10,10 +12,12 @@ from dataclasses import replace
 import torch
 
 from grade import mistakes
-from grade.by_hand import NOT_AVERAGED, NOT_RECEIVED, ByHand, check_movement, spans
-from grade.grader import UNKNOWN, Wrong, require
-from grade.runs import LR, OTHER_SEED, Run, counted, flat, play
+from grade.by_hand import ByHand, check_movement, spans
+from grade.compare import check_norm, check_params, difference
+from grade.grader import Failed, require
+from grade.runs import LR, OTHER_SEED, Run, counted, flat_copy, play
 
+# Causes.
 EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
 LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
 UNUSED = "where a rank has no gradient in a step it sends zeros, and none of an earlier step; divide by all d"
@@ -23,17 +27,22 @@ STRIDES = "a parameter may lie transposed in memory: reshape() goes by its shape
 GROUPS = "groups match one to one, empty ones too: a rank that owns nothing of a group still needs that group"
 PLACES = "process_group may have some of all ranks: src is group_src then, and d is the size of the group"
 MAIN_COPIES = "fp32 copies of 16-bit parameters belong to state_dict(): made anew from the model they are rounded"
+
 N_LAYERS = 8
 WIDTH = 64  # of a layer
 EIGHT_LAYERS = Run(optimizer="AdamW", steps=2, sizes=(WIDTH,) * (N_LAYERS + 1), counts_memory=True)
 LARGEST_NUMEL = WIDTH * WIDTH  # of a layer's weight
-NUMEL = N_LAYERS * (LARGEST_NUMEL + WIDTH)  # with the biases
+NUMEL = N_LAYERS * (LARGEST_NUMEL + WIDTH)  # of EIGHT_LAYERS, with the biases; written Ψ in texts
+USED_BY_NONE = slice(6, 12)  # the elements of this parameter in a Run with `unused`
 MAX_SENT_PADDING = 0.2  # of the bytes that are sent without padding
 MAX_GROWTH = 0.01  # bytes per parameter and step
 
 
 class Check:
-    """Calls `function(grader, **settings)`. `fact` names the field of grader.facts without which there is no check."""
+    """Calls `function(grader, **settings)`.
+
+    fact: one of grader.facts. The check is for classes of which the fact is true; "": it is for all.
+    """
 
     def __init__(self, name, function, fact="", /, **settings):
         self.name = name
@@ -41,7 +50,14 @@ class Check:
         self.function = functools.partial(function, **settings)
 
 
+def play_on(grader, run, d=2, cause_of_error=None):
+    """Return the Seen of each of d ranks that have trained. cause_of_error: the cause of an exception or a hang."""
+    n_ranks = d + 1 if run.without_rank_0 else d
+    return grader.run(n_ranks, play, run, cause_of_error=cause_of_error)[-d:]  # perhaps without rank 0
+
+
 def interface(grader):
+    """Check that the package has a class, with the methods that training calls."""
     facts = grader.facts
     require(facts.name, "a class DistributedOptimizer, or a core's ShardedOptimizer",
             f"neither is in {grader.package}, nor in {grader.package}.optimizer", "docs/exercise.md has a skeleton")
@@ -51,60 +67,59 @@ def interface(grader):
 
 
 def is_an_optimizer(grader):
+    """Check the base class and methods that level 2 asks for; of a core, the base class alone."""
     facts = grader.facts
     expected = "a torch.optim.Optimizer"
-    faults = []
+    lacks = []
     if not facts.is_optimizer:
-        faults.append("is none")
+        lacks.append("is none")
     if facts.is_whole:
         methods = "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict"
         expected += f" with {', '.join(methods)}"
         missing = [name for name in methods if name in facts.missing]
         if missing:
-            faults.append(f"has no {', '.join(missing)}")
-    require(not faults, expected, f"{facts.name} {' and '.join(faults)}",
+            lacks.append(f"has no {', '.join(missing)}")
+    require(not lacks, expected, f"{facts.name} {' and '.join(lacks)}",
             "docs/exercise.md has the skeleton of level 2, for schedulers, clipping, accumulation and saving")
 
 
-def by_hand(grader, d, hint=None, **case):
-    """Check the elements of a ByHand, few enough to compute their values by hand."""
-    run = ByHand(**case)
-    n_ranks = d + 1 if run.without_rank_0 else d
+def by_hand(grader, d=2, cause_of_error=None, **settings):
+    """Check all elements after a ByHand with these settings, few enough to compute their values by hand."""
+    run = ByHand(**settings)
 
-    def again(run):
-        """Return the Seen of each rank for another ByHand; None if a rank fails."""
+    def play_again(other_run):
+        """Return the Seen of each rank; None if a rank fails."""
         try:
-            return grader.run(n_ranks, play, run)[-d:]
-        except Wrong:
+            return play_on(grader, other_run, d)
+        except Failed:
             return None
 
-    check_movement(run, grader.run(n_ranks, play, run, hint=hint)[-d:], grader.facts.finishes, again)
+    check_movement(run, play_on(grader, run, d, cause_of_error), grader.facts.finishes, play_again)
 
 
 def of_16_bits(grader):
     """Check bfloat16, in which all these figures are exact, with gradients that fp16 has no numbers for."""
-    by_hand(grader, 2, dtype=torch.bfloat16, lr=2.0**-20, scales=(2**17,) * 4)
+    by_hand(grader, dtype=torch.bfloat16, lr=2.0**-20, scales=(2**17,) * 4)
 
 
 def nan_arrives(grader):
     """Check that a nan in rank 1's gradients makes parameters nan on every rank, as in torch."""
-    for rank, seen in enumerate(grader.run(2, play, ByHand(nan_rank=1))):
+    for rank, seen in enumerate(play_on(grader, ByHand(nan_rank=1))):
         is_finite = seen.snapshots[-1].isfinite()
         require(not is_finite.any(), "where rank 1's gradient is nan, parameters become nan on every rank, as in torch",
                 f"elements {spans(is_finite)} are finite on rank {rank}", "a nan is replaced, or its step left out: "
                 "training goes on with fewer gradients, and nobody learns of it")
 
 
-def constructor(grader, **case):
+def constructor(grader, **settings):
     """Check that rank 0's parameters are on every rank after the constructor, and stay in a step with gradients of 0.
 
-    Before the constructor rank r has the parameters r.
+    Before the constructor all elements are r on rank r.
     """
     expected = "the constructor gives every rank the parameters of the first rank: here 0 everywhere"
-    run = ByHand(scales=(0,) * 4, start_is_rank=True, **case)
-    ranks = grader.run(3, play, run)[1:] if run.without_rank_0 else grader.run(2, play, run)
+    ranks = play_on(grader, ByHand(scales=(0,) * 4, start_is_rank=True, **settings))
     built = [seen.snapshots[0] for seen in ranks]
-    missed = "none was" if built[-1].all() else "some were not"
+    missed = "none was" if built[-1].all() else "some were not"  # the last rank has had no 0
     for rank, values in enumerate(built):
         require(not values.any(), expected, f"elements {spans(values != 0)} of rank {rank} are {values.max():g}",
                 f"parameters are broadcast from the first rank in the constructor, each in place: {missed}")
@@ -118,106 +133,51 @@ def constructor(grader, **case):
 def of_some_ranks(grader):
     """Check ranks 1 and 2 of 3, in a process group of their own."""
     constructor(grader, without_rank_0=True)
-    by_hand(grader, 2, without_rank_0=True, hint=PLACES)
+    by_hand(grader, cause_of_error=PLACES, without_rank_0=True)
 
 
-def trains(grader, d, otherwise="", hint=None, **settings):
+def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
     """Check that d ranks have the same parameters after every step, which are those of one process with all data.
 
-    otherwise: the cause to report if no known mistake computes the same. hint: the cause of an exception or a hang.
+    cause_if_unknown: the cause to name if no known mistake computes the same. settings: of the Run.
     """
     run = Run(**settings)
-    ranks = grader.run(d, play, run, hint=hint)
+    ranks = play_on(grader, run, d, cause_of_error)
     one_process = mistakes.in_one_process(run, range(d))
     lines = []
     if run.unused:
-        used_by_none = ranks[0].snapshots[-1][mistakes.USED_BY_NONE]
         lines.append("unused     what no rank uses stays")
+        used_by_none = ranks[0].snapshots[-1][USED_BY_NONE]
         if (used_by_none != 1).any():
             lines = ["unused     what no rank uses has a gradient of zeros, as in a buffer, and decays"]
-            one_process = mistakes.in_one_process(run, range(d), change_grads=mistakes.fill_with_zeros)
+            one_process = mistakes.in_one_process(run, range(d), before_step=mistakes.fill_with_zeros)
     for step in range(1, len(one_process.snapshots)):
         if run.max_norms:
-            check_norm(ranks, one_process.norms, step, run)
-        check_equal(ranks, step, run, otherwise)
-        check_trained(ranks, one_process.snapshots, step, run, otherwise)
-    if any(seen.draws for seen in ranks):
-        raise Wrong("a step leaves the random numbers of torch and random as they are", "a step changes their state",
-                    "a seed or a draw in step() repeats or shifts what the model draws: use a generator of your own",
-                    step=0)
+            check_norm(run, ranks, one_process.norms[step - 1], step)
+        check_params(run, ranks, one_process.snapshots, step, cause_if_unknown)
+    require(not any(seen.draws for seen in ranks), "a step leaves the random numbers of torch and random as they are",
+            "a step changes their state",
+            "a seed or a draw in step() repeats or shifts what the model draws: use a generator of your own")
     n_calls = ranks[0].n_in_no_sync
     require(n_calls == 0, "no communication inside no_sync()", f"{n_calls} collectives in {run.steps} steps",
             "gradients must stay on their rank until a backward pass outside of it, or step()")
     return lines
 
 
-def check_equal(ranks, step, run, otherwise):
-    """Compare the parameters of all ranks with those of rank 0."""
-    first = ranks[0].snapshots[step]
-    number = run.number_of(step)
-    for rank, seen in enumerate(ranks):
-        if not torch.equal(seen.snapshots[step], first):
-            raise Wrong("all ranks have the same parameters after every step", f"after step {number}, "
-                        f"{mistakes.difference(seen.snapshots[step], first, run)} between rank 0 and rank {rank}",
-                        otherwise or cause_of_unequal(ranks, step, run), number)
-
-
-def cause_of_unequal(ranks, step, run):
-    runs_alone = mistakes.each_alone(run, len(ranks))
-    if all(mistakes.close(seen.snapshots[step], alone.snapshots[step]) for seen, alone in zip(ranks, runs_alone)):
-        return NOT_AVERAGED
-    if any((seen.snapshots[step] == seen.snapshots[step - 1]).any() for seen in ranks):
-        return NOT_RECEIVED
-    return "not every rank receives the updated parameters of each owner"
-
-
-def check_trained(ranks, expected, step, run, otherwise):
-    """Compare parameters, which are the same on all ranks, with `expected`: the snapshots of one process."""
-    params = ranks[0].snapshots[step]
-    if mistakes.close(params, expected[step]):
-        return
-    number = run.number_of(step)
-    raise Wrong(f"{len(ranks)} ranks train like one process that has the batches of all",
-                f"after step {number}, {mistakes.difference(params, expected[step], run)} from one process",
-                mistakes.likely_cause(ranks, expected, step, run, otherwise), number)
-
-
-def check_norm(ranks, expected, step, run):
-    """Compare the norm that clip_grad_norm_ has returned in this step with torch's norm in one process."""
-    d = len(ranks)
-    norms = torch.tensor([seen.norms[step - 1] for seen in ranks])
-    due = torch.tensor(expected[step - 1])
-    if mistakes.close(norms, due):
-        return
-    cause = UNKNOWN
-    if mistakes.close(norms.norm(), due):
-        cause = "each rank takes the norm of its own shard: add up the squares over the ranks, then the root"
-    elif mistakes.close(norms, torch.tensor([seen.norms[step - 1] for seen in mistakes.each_alone(run, d)])):
-        cause = "the norm is of this rank's own gradients: average them first"
-    else:
-        returned = torch.tensor(ranks[0].norms[:step])
-        for known, seen in mistakes.mistaken_runs(run, d):
-            if mistakes.close(returned, torch.tensor(seen.norms[:step])):
-                cause = known
-                break
-    raise Wrong("clip_grad_norm_ returns the norm of all averaged gradients, before it clips: "
-                f"{due:.5f} in step {step}", ", ".join(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(norms)),
-                cause)
-
-
 def resumes_in_16_bits(grader):
     """Check that a run that is saved and loaded has the same bits as one that goes on."""
     run = Run(optimizer="AdamW", steps=4, dtype=torch.bfloat16)
-    straight = grader.run(2, play, run)[0].snapshots
-    resumed = grader.run(2, play, replace(run, resume=True))[0].snapshots
-    for step, (came, due) in enumerate(zip(resumed[-2:], straight[-2:]), start=3):
-        require(torch.equal(came, due), "bfloat16: training goes on from state_dict() as if nothing had happened",
-                f"after step {step}, {mistakes.difference(came, due, run)} from the run that goes on", MAIN_COPIES)
+    straight = play_on(grader, run)[0].snapshots
+    resumed = play_on(grader, replace(run, resume=True))[0].snapshots
+    for step in (3, 4):
+        require(torch.equal(resumed[step], straight[step]),
+                "bfloat16: training goes on from state_dict() as if nothing had happened", f"after step {step}, "
+                f"{difference(resumed[step], straight[step], run)} from the run that goes on", MAIN_COPIES)
 
 
-def state(grader, d):
+def state(grader, d=2):
     """Check that each of AdamW's moments exists on one rank, and that every rank has some."""
-    n_held = [seen.n_state for seen in grader.run(d, play, EIGHT_LAYERS)]  # elements that aren't 0, on each rank
+    n_held = [seen.n_state for seen in play_on(grader, EIGHT_LAYERS, d)]  # elements that aren't 0, on each rank
     whole = 2 * NUMEL
     total = sum(n_held)
     shares = ", ".join(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
@@ -234,57 +194,60 @@ def state(grader, d):
     return lines
 
 
-SUFFICIENT = {  # kind of collective -> (units that suffice, see Traffic; the likely cause of more units)
+# A unit of bytes that a rank sends, 4Ψ · (d-1)/d, is an all-gather of all parameters, which take 4 bytes each.
+SUFFICIENT = {  # kind of collective -> (units that suffice for a step, the likely cause of more units)
     "all_reduce": (2, "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"),
     "all_gather": (1, "a rank gives the all-gather more than it owns: send gradients by all_reduce or reduce_scatter"),
     "broadcast": (1, "parameters are broadcast more than once: the owner alone sends them, and sends each once"),
     "reduce_scatter": (2, "gradients are reduced more than once a step")}
 
 
-class Traffic:
-    """Adds up the bytes that a rank sends per step. A unit, 4Ψ · (d-1)/d bytes, is an all-gather of Ψ parameters."""
+def units_sent(entries, d):
+    """Return {kind of collective: units that a rank sends} for entries of the ledger."""
+    units = Counter()
+    for entry in entries:
+        units[entry.kind] += entry.wire_bytes / (4 * NUMEL * (d - 1) / d)
+    return units
 
-    def __init__(self, entries, d):
-        self.by_kind = Counter()
-        for entry in entries:
-            self.by_kind[entry.kind] += entry.wire_bytes / (4 * NUMEL * (d - 1) / d)
-        self.collectives = counted(entries)
-        self.sent = sum(self.by_kind.values())
-        self.sent_on_nccl = self.sent - self.by_kind["reduce_scatter"] / 2  # gloo's reduce-scatter is an all-reduce
 
-    def cause_of_excess(self):
-        """Return the cause for the kind of collective that exceeds its sufficient units most."""
-        excess = {kind: self.by_kind[kind] - units for kind, (units, _) in SUFFICIENT.items()}
-        kind = max(excess, key=excess.get)
-        return SUFFICIENT[kind][1] if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
+def cause_of_excess(units):
+    """Return the cause for the kind of collective that exceeds its sufficient units most."""
+    excess = {kind: units[kind] - sufficient for kind, (sufficient, _) in SUFFICIENT.items()}
+    kind = max(excess, key=excess.get)
+    return SUFFICIENT[kind][1] if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
 
 
 def sends_and_holds(grader):
     """Check the bytes sent and held, also on four ranks: on two an all-gather of all gradients would pass."""
     for d, with_ranks in ((4, "with 4 ranks, "), (2, "")):
-        seen = grader.run(d, play, EIGHT_LAYERS)[0]
-        traffic = Traffic(seen.entries, d)
+        seen = play_on(grader, EIGHT_LAYERS, d)[0]
+        units = units_sent(seen.entries, d)
+        sent = sum(units.values())
+        sent_on_nccl = sent - units["reduce_scatter"] / 2  # gloo's reduce-scatter is an all-reduce
+        collectives = counted(seen.entries)
         held = seen.held / NUMEL  # bytes per parameter
-        require(traffic.sent_on_nccl <= 3 * (1 + MAX_SENT_PADDING),
+        require(sent_on_nccl <= 3 * (1 + MAX_SENT_PADDING),
                 "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
-                f"{with_ranks}{traffic.sent:.2f} · 4Ψ · (d-1)/d bytes, in {traffic.collectives}",
-                traffic.cause_of_excess())
+                f"{with_ranks}{sent:.2f} · 4Ψ · (d-1)/d bytes, in {collectives}", cause_of_excess(units))
         if d > 2:  # with two ranks, half of the state and a buffer may take as much as DDP's whole state
+            due = 8 + 8 / d
             require(held <= 16 * 1.05, "fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
                     f"{with_ranks}{held:.2f}", f"parameters and gradients take 8 and 1/{d} of the moments {8 / d:g}: "
-                    f"{held - 8 - 8 / d:.2g} more are kept")
+                    f"{held - due:.2g} more are kept")
+    # These lines are of two ranks.
     native = ""
-    if traffic.sent_on_nccl < traffic.sent:
-        native = f"; {traffic.sent_on_nccl:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
-    return [f"a step     {traffic.collectives}; {seen.n_in_backward or 'none'} of them in the backward pass",
-            f"sent       {traffic.sent:.2f} · 4Ψ · (d-1)/d bytes a rank{native} (DDP alone: 2)",
+    if sent_on_nccl < sent:
+        native = f"; {sent_on_nccl:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
+    return [f"a step     {collectives}; {seen.n_in_backward or 'none'} of them in the backward pass",
+            f"sent       {sent:.2f} · 4Ψ · (d-1)/d bytes a rank{native} (DDP alone: 2)",
             f"held       {held:.2f} bytes a parameter after a step (DDP with AdamW: 16)"]
 
 
 def keeps_nothing(grader):
     """Check that a rank holds as much after step 6 as after step 2."""
-    runs = [grader.run(2, play, replace(EIGHT_LAYERS, steps=steps)) for steps in (2, 6)]
-    growth = max((later.held - earlier.held) / 4 / NUMEL for earlier, later in zip(*runs))
+    after_2, after_6 = (play_on(grader, replace(EIGHT_LAYERS, steps=steps)) for steps in (2, 6))
+    n_more = max(later.held - earlier.held for earlier, later in zip(after_2, after_6))  # bytes, in 4 steps
+    growth = n_more / 4 / NUMEL
     require(growth <= MAX_GROWTH, "a rank holds as much after step 6 as after step 2",
             f"{growth:.2f} bytes a parameter more in each step", "each step leaves something behind: in a list, "
             "a closure or a graph")
@@ -292,7 +255,7 @@ def keeps_nothing(grader):
 
 def first_layer_waits(grader):
     """Check that the first layer doesn't wait for the last message, which arrives after all others."""
-    waited = grader.run(2, play, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0].first_layer_waited  # by message
+    waited = play_on(grader, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0].first_layer_waited  # by message
     cause = "send first the parameters that the forward pass reads first: the last bucket of the backward pass"
     if all(waited):
         cause = "a module waits for its own parameters alone: module.parameters(recurse=False)"
@@ -302,27 +265,26 @@ def first_layer_waits(grader):
 
 
 def transposed(grader):
-    """Check matrices that lie transposed in memory. An exception may refuse them; mixing up elements is a fault."""
+    """Check matrices that lie transposed in memory. An exception may refuse them; mixing up elements is wrong."""
     try:
-        trains(grader, d=2, strides=True, otherwise=STRIDES)
-    except Wrong as wrong:
-        if wrong.step:
-            raise
-        return ["refused    " + dict(wrong.lines)["came"]]
+        trains(grader, cause_if_unknown=STRIDES, strides=True)
+    except Failed as failed:
+        return ["refused    " + failed.came.split("\n")[0]]
 
 
 def follows_loaded(grader):
     """Check that a step of bfloat16 parameters starts from weights that were loaded after the constructor."""
     run = Run(dtype=torch.bfloat16, reloads=True, steps=1)
-    for rank, seen in enumerate(grader.run(2, play, run)):
-        distance = (seen.snapshots[-1] - flat(run.model(OTHER_SEED).parameters())).abs().max().item()
+    loaded = flat_copy(run.model(OTHER_SEED).parameters())
+    for rank, seen in enumerate(play_on(grader, run)):
+        distance = (seen.snapshots[-1] - loaded).abs().max().item()
         require(distance <= LR, f"after a step of lr {LR} no weight is further than {LR} from what was loaded",
                 f"{distance:.2g} on rank {rank}")
 
 
 def sends_in_backward(grader):
     """Check that at the last gradient some message is in flight for which nobody has waited yet."""
-    n_messages = grader.run(2, play, EIGHT_LAYERS)[0].n_in_flight
+    n_messages = play_on(grader, EIGHT_LAYERS)[0].n_in_flight
     require(n_messages > 0, "some messages are in flight when the last gradient is computed", "none is")
     return [f"in flight  {n_messages} messages when the last gradient is computed"]
 
@@ -332,41 +294,41 @@ CHECKS_OF_DRILLS = [Check("weights that are loaded after the constructor are tra
 LEVELS = {  # level -> (title, checks)
     1: ("Level 1: It trains", [
         Check("the interface", interface),
-        Check("16 elements by hand, 2 ranks", by_hand, d=2),
+        Check("16 elements by hand, 2 ranks", by_hand),
         Check("16 elements by hand, 3 ranks", by_hand, d=3, numels=(5, 6, 2, 3)),
         Check("all ranks start from rank 0's parameters", constructor),
-        Check("SGD: ranks equal each other and one process, 2 ranks", trains, d=2),
+        Check("SGD: ranks equal each other and one process, 2 ranks", trains),
         Check("the same, 3 ranks", trains, d=3),
-        Check("AdamW", trains, d=2, optimizer="AdamW"),
-        Check("gradients in another order on rank 1", by_hand, d=2, scales=(1, 2, 4, 8), reverses=True),
-        Check("one parameter, 3 ranks", by_hand, d=3, numels=(4,), scales=(1,), hint=EMPTY),
-        Check("prefetch_params: rank 1 is late", trains, "prefetches", d=2, otherwise=LATE, prefetch=True),
+        Check("AdamW", trains, optimizer="AdamW"),
+        Check("gradients in another order on rank 1", by_hand, scales=(1, 2, 4, 8), reverses=True),
+        Check("one parameter, 3 ranks", by_hand, d=3, numels=(4,), scales=(1,), cause_of_error=EMPTY),
+        Check("prefetch_params: rank 1 is late", trains, "prefetches", cause_if_unknown=LATE, prefetch=True),
         Check("prefetch_params: the first layer waits for its own", first_layer_waits, "prefetches"),
-        Check("the state is spread over 2 ranks", state, d=2),
+        Check("the state is spread over 2 ranks", state),
         Check("the state is spread over 3 ranks", state, d=3),
         Check("collectives and bytes", sends_and_holds),
         Check("nothing is kept from step to step", keeps_nothing),
     ]),
     2: ("Level 2: It is an optimizer", [
         Check("its methods", is_an_optimizer),
-        Check("three groups, with their own lr and weight decay", trains, d=2, optimizer="AdamW", groups=True,
-              otherwise=GROUPS),
-        Check("a scheduler of torch", trains, d=2, groups=True, schedule="lr"),
-        Check("a scheduler that writes betas, too", trains, d=2, optimizer="AdamW", schedule="cycle"),
-        Check("three micro-batches equal one large batch", trains, d=2, micro_batches=3),
-        Check("the same, inside no_sync()", trains, "is_whole", d=2, micro_batches=3, no_sync=True),
-        Check("a loop without zero_grad()", by_hand, d=2, steps=2, zeroes=False),
-        Check("zero_grad() drops a backward pass, and set_to_none=False, too", trains, d=2, discards=True),
+        Check("three groups, with their own lr and weight decay", trains, optimizer="AdamW", groups=True,
+              cause_if_unknown=GROUPS),
+        Check("a scheduler of torch", trains, groups=True, schedule="lr"),
+        Check("a scheduler that writes betas, too", trains, optimizer="AdamW", schedule="cycle"),
+        Check("three micro-batches equal one large batch", trains, micro_batches=3),
+        Check("the same, inside no_sync()", trains, "is_whole", micro_batches=3, no_sync=True),
+        Check("a loop without zero_grad()", by_hand, steps=2, zeroes=False),
+        Check("zero_grad() drops a backward pass, and set_to_none=False, too", trains, discards=True),
         Check("parameters of 16 bits", of_16_bits),
         Check("a nan on one rank", nan_arrives),
         Check("a process group of ranks 1 and 2", of_some_ranks),
-        Check("120 steps", trains, d=2, optimizer="AdamW", steps=120, sizes=(2, 2), otherwise=LONG),
-        Check("a layer that was frozen in the constructor", trains, "is_whole", d=2, thaws=True, otherwise=THAWED,
-              hint=THAWED),
+        Check("120 steps", trains, optimizer="AdamW", steps=120, sizes=(2, 2), cause_if_unknown=LONG),
+        Check("a layer that was frozen in the constructor", trains, "is_whole", thaws=True,
+              cause_if_unknown=THAWED, cause_of_error=THAWED),
         Check("matrices that lie transposed in memory", transposed, "is_whole"),
-        Check("a parameter that one rank uses, one that none uses", trains, "is_whole", d=2, otherwise=UNUSED,
-              hint=UNUSED, optimizer="AdamW", unused=True, steps=4),
-        Check("clip_grad_norm_ equals torch's on the whole model", trains, "is_whole", d=2, groups=True,
+        Check("a parameter that one rank uses, one that none uses", trains, "is_whole", cause_if_unknown=UNUSED,
+              cause_of_error=UNUSED, optimizer="AdamW", unused=True, steps=4),
+        Check("clip_grad_norm_ equals torch's on the whole model", trains, "is_whole", groups=True,
               max_norms=(0.05, 100.0, 0.05)),
         Check("state_dict() and load_state_dict() go on where they left off", trains, "is_whole", d=2,
               optimizer="AdamW", steps=4, resume=True, schedule="lr"),

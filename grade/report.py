@@ -1,25 +1,35 @@
-"""Prints the verdict on a package, check by check or as a drill, and the learner's next command."""
+"""Prints the verdict on a package, check by check or as a drill, and the learner's next command.
+
+A drill is a stage with a fault that the learner has to find: see grade/exercises.py.
+"""
 
 import re
 import shutil
 import sys
 
 from grade import collective, contract, exercises
-from grade.grader import Wrong, say, shorten
+from grade.grader import Wrong, shorten
 from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
 from harness import STAGES
 
-RING = "ring"  # the module of exercise 0
+RING = "ring"  # the module of exercise 0, and in place of a level its name
 REPORTED = "The report"  # the title under which a drill's own check is run
 N_PRINTED = 4  # lines of the ranks' output that are shown
+
+
+def say(*lines):
+    """Print lines, each given as (first word, rest)."""
+    print("\n".join(f"  {word:9} {rest}".rstrip() for word, rest in lines), flush=True)
 
 
 def checks_of(level, grader, only=""):
     """Return (title, checks) of a level or of exercise 0: the checks for this class that have `only` in their name."""
     if level == 3:
         title, checks = contract.level()
+    elif level == RING:
+        title, checks = collective.LEVEL
     else:
-        title, checks = {**LEVELS, RING: collective.LEVEL}[level]
+        title, checks = LEVELS[level]
     return title, [check for check in checks
                    if only in check.name and (not check.fact or getattr(grader.facts, check.fact))]
 
@@ -51,9 +61,9 @@ def passes(level, grader, only=""):
         print(f"\n{title}", flush=True)
     for check, outcome in outcomes(grader, checks):
         if not isinstance(outcome, Wrong):
-            say(("ok", check.name), *(("", line) for line in outcome))
+            say(("ok", check.name), *[("", line) for line in outcome])
         elif check.name == "its methods" and not grader.facts.is_optimizer:
-            say(("not yet", f"level 2 wants {dict(outcome.lines)['expected']}"),
+            say(("not yet", f"level 2 wants {outcome.expected}"),
                 ("", "docs/exercise.md has its skeleton"))
             return None
         else:
@@ -73,25 +83,25 @@ def lines_printed(grader):
 
 
 def mends(number, grader, hint):
-    """Print whether a drill is mended, or a hint; return whether it is mended.
+    """Print whether a drill is mended, or a hint (1 to 3: how much it says); return whether the drill is mended.
 
     The check that sees the fault runs first, under another name, because its own name would be a hint.
     """
     drill = exercises.drills()[number]
-    levels = [checks_of(level, grader) for level in LEVELS]
     print(f"Drill {number}: {drill.title}", flush=True)
-    every_check = [*CHECKS_OF_DRILLS, *levels[0][1], *levels[1][1]]
-    sees_fault = next(check.function for check in every_check if check.name == drill.check)
-    for title, checks in [(REPORTED, [Check("the fault", sees_fault)]), *levels]:
+    levels = [checks_of(level, grader) for level in LEVELS]
+    functions = {check.name: check.function for _, checks in [("", CHECKS_OF_DRILLS), *levels] for check in checks}
+    for title, checks in [(REPORTED, [Check("the fault", functions[drill.check])]), *levels]:
         print(f"  {title} …", flush=True)
         for check in checks:
             outcome = grader.outcome(check)
             if isinstance(outcome, Wrong):
-                lines = [("report", "the fault is gone, and another check fails"), ("check", check.name),
-                         *outcome.lines]
+                say(("not yet", ""))
                 if title == REPORTED:
-                    lines = hints(drill, outcome, hint)
-                say(("not yet", ""), *lines)
+                    say(*hints(drill, outcome, hint))
+                else:
+                    say(("report", "the fault is gone, and another check fails"), ("check", check.name),
+                        *outcome.lines)
                 return False
     print(f"ok drill {number}: mended\n\n{drill.answer}")
     return True
@@ -111,11 +121,11 @@ def hints(drill, wrong, hint):
     return [*lines, ("hint", f"ARGS='--hint {hint + 1}' shows {shown}; ARGS=--answer shows the answer")]
 
 
-def what_next(grader, left_out=""):
+def what_next(grader, left_out=None):
     """Return the next thing to do after a right verdict: grade the level that was `left_out`, or go on."""
     package = grader.package
     number = exercises.number_of_drill(package)
-    stage = grader.facts.exercise_of
+    stage = grader.facts.exercise_of  # "" if the package isn't an exercise
     if number in exercises.drills() and number + 1 in exercises.drills():
         return f"rm -rf {package} && make exercise STAGE=drill{number + 1} TO={package}"
     if number:
@@ -139,14 +149,13 @@ def grade(grader, args):
     try:
         facts = grader.facts
     except Wrong as wrong:
-        came = " ".join(line for word, line in wrong.lines if word in ("came", ""))  # "" begins a second line
+        came = wrong.came.replace("\n", " ")
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
     number = exercises.number_of_drill(grader.package)
-    last = 3 if facts.is_whole else 2  # level
-    levels = list(range(1, min(args.levels, last) + 1))
-    if grader.package.endswith(f".{RING}"):
-        levels = [RING]
+    last_level = 3 if facts.is_whole else 2
+    is_ring = grader.package.endswith(f".{RING}")
+    levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
     if number:
         is_right = mends(number, grader, args.hint)
     elif args.only and not any(checks_of(level, grader, args.only)[1] for level in levels):
@@ -162,7 +171,6 @@ def grade(grader, args):
             if not is_right:
                 break
     if is_right and not args.only:
-        is_level_left_out = levels != [RING] and levels[-1] < last
-        left_out = levels[-1] + 1 if is_level_left_out else ""
-        say(("", ""), ("next", what_next(grader, left_out)))
+        is_cut_short = not is_ring and args.levels < last_level
+        say(("", ""), ("next", what_next(grader, args.levels + 1 if is_cut_short else None)))
     return is_right

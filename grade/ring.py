@@ -9,15 +9,18 @@ import torch.distributed as dist
 
 def exchange(sent, received):
     """Send `sent` to the next rank, and fill `received` from the rank before. Both are (n,), in different memory."""
-    rank, d = dist.get_rank(), dist.get_world_size()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, (rank + 1) % d),
-                                        dist.P2POp(dist.irecv, received, (rank - 1) % d)]):
+    rank = dist.get_rank()
+    d = dist.get_world_size()
+    send = dist.P2POp(dist.isend, sent, (rank + 1) % d)
+    receive = dist.P2POp(dist.irecv, received, (rank - 1) % d)
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
 
 def reduce_scatter(parts):
     """Return the part (n,) that this rank owns, summed over the ranks. parts: (d, n) of this rank, left unchanged."""
-    rank, d = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    d = dist.get_world_size()
     total = parts[(rank - 1) % d]
     for turn in range(1, d):
         received = torch.empty_like(total)
@@ -28,7 +31,8 @@ def reduce_scatter(parts):
 
 def all_gather(part):
     """Return the parts of all ranks (d, n). part: (n,) of this rank."""
-    rank, d = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    d = dist.get_world_size()
     gathered = part.new_empty(d, len(part))
     gathered[rank] = part
     for turn in range(d - 1):

@@ -1,14 +1,13 @@
-"""Describes the training runs by which a package is graded, and notes what a rank sees of them."""
+"""Describes the training runs by which a package is graded, trains on a rank, and notes what the rank sees."""
 
 import contextlib
 import copy
-import functools
 import inspect
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,44 +19,57 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from harness.measuring.memory import Memory, plain_tensors
 
 LR = 0.1
-OTHER_SEED = 100  # of a model that is loaded
+OTHER_SEED = 100  # of a model whose values are loaded into the trained one
 FIRST_DROPPED = 100  # the number of the first batch whose gradients are dropped
-OPTIMIZERS = {
+OPTIMIZERS = {  # name -> (class, arguments)
     "SGD": (torch.optim.SGD, {"lr": LR}),
     # eps is as large as many of the gradients, so that another eps gives other parameters.
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 0.01, "foreach": False})}
 
 
+@dataclass
+class Candidate:
+    """Holds the class that is graded, on one rank."""
+    cls: type
+    rank: int
+    entries: list  # of the ledger, one for each collective that this rank has begun; grows while the rank trains
+    group: dist.ProcessGroup = None  # that the class is given; None: the group of all ranks
+    package: str = ""  # that the class is in
+    name: str = ""  # of the class; "" if the package has none
+    worker: NamedTuple = None  # the Rank by which harness/ranks knows this process
+
+
 @dataclass(frozen=True)
 class Run:
-    """Describes a training run for ranks and for one process. By default the model has 190 parameters, in odd sizes."""
-    optimizer: str = "SGD"
+    """Describes a training run. By default the model has 190 parameters, in odd sizes."""
+    optimizer: str = "SGD"  # the inner optimizer, which the graded class builds for what a rank owns
     steps: int = 3
-    groups: bool = False  # three: the last bias, the matrices, the other biases, with an lr and a decay of their own
+    groups: bool = False  # the optimizer gets three groups, each with an lr and a weight decay of its own
     schedule: str = ""  # "lr": the lr falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
-    micro_batches: int = 1
-    no_sync: bool = False
-    max_norms: tuple = ()  # of each step
+    micro_batches: int = 1  # backward passes of a step
+    no_sync: bool = False  # all backward passes of a step but the last are inside no_sync()
+    max_norms: tuple = ()  # of the gradients, to which each step clips them
     resume: bool = False  # saves after two steps, and goes on in another model with another optimizer
     prefetch: bool = False  # parameters arrive in the next forward pass, and rank 1 sends its own late
     zeroes: bool = True  # calls zero_grad() after a step
     discards: bool = False  # drops a backward pass before each step by zero_grad(): to zeros, to None, to zeros, …
-    unused: bool = False  # a parameter that one rank uses in two of three steps, and one that no rank ever uses
+    unused: bool = False  # the model has a parameter that one rank uses in two of three steps, and one that none uses
     thaws: bool = False  # the first layer is frozen when the optimizer is built, and trained from the first step on
     strides: bool = False  # matrices are transposed in memory
-    reloads: bool = False  # other values are loaded into the model after the constructor
+    reloads: bool = False  # other values are loaded into the model when the optimizer has been built
     dtype: torch.dtype = torch.float32
-    sizes: tuple = (7, 11, 5, 7)  # of layers
-    counts_memory: bool = False  # and copies the parameters only at the end, because copies would be counted
+    sizes: tuple = (7, 11, 5, 7)  # the layers' numbers of inputs, and the last layer's number of outputs
+    counts_memory: bool = False  # counts bytes; keeps parameters after the last step only, because copies would count
     settles: bool = False  # copies the parameters some time after the last step, when late messages have arrived
     without_rank_0: bool = False  # the other ranks train in a process group of their own
 
     def model(self, seed):
+        """Return a new model, whose values `seed` decides."""
         torch.manual_seed(seed)
         model = nn.Sequential()
         for n_inputs, n_outputs in zip(self.sizes, self.sizes[1:]):
             model.extend([nn.Linear(n_inputs, n_outputs), nn.Tanh()])
-        del model[-1]
+        del model[-1]  # the last Tanh
         if self.strides:
             for param in model.parameters():
                 param.data = param.data.t().contiguous().t()
@@ -71,51 +83,58 @@ class Run:
         generator = torch.Generator().manual_seed(1000 * number + rank)
         x, y = torch.randn(2, 4, self.sizes[0], generator=generator).to(self.dtype)
         loss = F.mse_loss(model(x), y)
-        if self.unused and number % 3 == rank:  # rank 0, rank 1, neither of them, rank 0 again
+        if self.unused and number % 3 == rank:  # in step 0 this is rank 0, then rank 1, then no rank
             loss = loss + 0.01 * model.used_by_one_rank.square().sum()  # a gradient about as large as AdamW's eps
         if self.max_norms:
             loss = loss * 3**number  # so that no two steps have alike norms
         return loss
 
     def params(self, model):
+        """Return the first argument of the optimizer: all parameters of a model, or groups."""
         if not self.groups:
             return model.parameters()
         matrices = [param for param in model.parameters() if param.dim() == 2]
-        biases = [param for param in model.parameters() if param.dim() == 1]
-        return [{"params": biases[-1:], "lr": 0.05, "weight_decay": 0.5},
+        *biases, last_bias = [param for param in model.parameters() if param.dim() == 1]
+        return [{"params": [last_bias], "lr": 0.05, "weight_decay": 0.5},
                 {"params": matrices, "lr": 0.02, "weight_decay": 0.2},
-                {"params": biases[:-1], "lr": 0.03, "weight_decay": 0.0}]
+                {"params": biases, "lr": 0.03, "weight_decay": 0.0}]
 
-    def settings(self):
+    def inner_optimizer(self):
+        """Return the class of the inner optimizer, and its arguments."""
         return OPTIMIZERS[self.optimizer]
 
-    def make(self, candidate, model):
-        optimizer_cls, kwargs = self.settings()
+    def make_optimizer(self, candidate, model):
+        """Return an instance of the graded class, with those of our options that its constructor has."""
+        inner_cls, kwargs = self.inner_optimizer()
         n_bytes = sum(param.nbytes for param in model.parameters())
-        offered = {"bucket_cap_mb": n_bytes / 6 / 2**20, "find_unused_parameters": self.unused}  # several buckets
+        options = {"find_unused_parameters": self.unused, "bucket_cap_mb": n_bytes / 6 / 2**20}  # several buckets
         accepted = inspect.signature(candidate.cls).parameters
-        extra = {name: value for name, value in offered.items() if value and name in accepted}
-        if self.without_rank_0:
-            extra["process_group"] = candidate.group
-        return candidate.cls(self.params(model), optimizer_cls, **kwargs, **extra)
+        kwargs = {**kwargs, **{name: value for name, value in options.items() if value and name in accepted}}
+        if candidate.group:
+            kwargs["process_group"] = candidate.group
+        return candidate.cls(self.params(model), inner_cls, **kwargs)
 
     def scheduler(self, optimizer):
+        """Return the scheduler of an optimizer, or None."""
         if self.schedule == "cycle":
             return lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6, pct_start=0.5)
         return lr_scheduler.ExponentialLR(optimizer, 0.5) if self.schedule else None
 
-    def number_of(self, snapshot):
-        """Return the number of the step after which a snapshot was made: with prefetch there is only the last one."""
-        return self.steps if self.prefetch else snapshot
+
+class InnerStep(NamedTuple):
+    """Holds copies of tensors, made when an inner optimizer had stepped; each as one flat tensor (numel,)."""
+    model: torch.Tensor  # all parameters of the model
+    own: torch.Tensor  # the inner optimizer's parameters
+    grads: torch.Tensor  # their gradients; without elements if they have none
 
 
 @dataclass
 class Seen:
-    """Holds the observations of a Run on a rank."""
+    """Holds what one rank has seen in a Run. Collectives are entries of grade/on_ranks.py's ledger."""
     snapshots: list = field(default_factory=list)  # all parameters (numel,) after the constructor, and after each step
     norms: list = field(default_factory=list)  # that clip_grad_norm_ has returned
-    inner: SimpleNamespace = None  # after the inner optimizer's first step: model, own and grads, flat; None: no step
-    n_in_no_sync: int = 0  # collectives
+    inner: InnerStep = None  # of the inner optimizer's first step; None: it has not stepped
+    n_in_no_sync: int = 0  # collectives that began inside no_sync()
     entries: list = ()  # collectives of the last step, with its forward and backward pass
     n_in_backward: int = 0  # how many of `entries` began in the forward or backward pass
     n_in_flight: int = 0  # how many of `entries` nobody had waited for when the last gradient was computed
@@ -128,169 +147,174 @@ class Seen:
 
 
 class Training:
-    """Trains as a Run says, on one rank, and notes observations in `seen`.
+    """Trains a Candidate as a Run says, and notes in `seen` what its rank sees.
 
-    candidate: has the class that is graded, the rank, and the ledger's entries; grade/on_ranks.py makes it.
-    ranks: the ranks whose mean loss is trained on. factor: (step, micro-batch) -> factor of the loss.
+    ranks: the ranks whose mean loss is trained on. weight: (step, micro-batch) -> weight of the loss.
     """
 
-    def __init__(self, candidate, run, ranks, factor):
+    def __init__(self, candidate, run, ranks, weight):
         self.candidate = candidate
         self.run = run
         self.ranks = ranks
-        self.factor = factor
+        self.weight = weight
         self.entries = candidate.entries
         self.seen = Seen()
-        self.stepped = set()  # optimizers of torch
+        self.stepped = set()  # optimizers that are torch.optim.Optimizers
         self.step_start = 0  # index in `entries` of this step's first collective
         self.backward_stop = 0  # index of the first collective after this step's backward passes
-        self.inner_step_start = None  # index of the first collective after the inner optimizer's step; None: not yet
+        self.inner_step_stop = None  # index of the first collective after the inner optimizer's step; None: not yet
+        self.build(candidate.rank)
 
-    def begin(self, seed):
+    def build(self, seed):
+        """Make the model, the optimizer and the scheduler."""
         run = self.run
-        model = run.model(seed)
-        self.loss = functools.partial(run.loss, model)
+        self.model = model = run.model(seed)
         if run.thaws:
             model[0].requires_grad_(False)
-        self.optimizer = run.make(self.candidate, model)
+        self.optimizer = run.make_optimizer(self.candidate, model)
         if run.thaws:
             model[0].requires_grad_(True)
-        self.model = model
         self.scheduler = run.scheduler(self.optimizer)
-        self.parts = [part for part in (model, self.optimizer, self.scheduler) if part is not None]
+        # What has a state_dict().
+        self.saved = [part for part in (model, self.optimizer, self.scheduler) if part is not None]
         if run.reloads:
             model.load_state_dict(run.model(OTHER_SEED).state_dict())
         if run.prefetch:
             self.optimizer.prefetch_params(model)
-        if run.prefetch and run.counts_memory:
-            model[0].register_forward_hook(self.note_first_layer)
         if run.counts_memory:
+            model[0].register_forward_hook(self.note_first_layer)
             for param in model.parameters():
                 if param.requires_grad:  # an optimizer may have frozen some
                     param.register_hook(self.note_gradient)
 
-    def backward(self, number, factor=1.0):
-        losses = (self.loss(number, rank) for rank in self.ranks)
-        (sum(losses) * (factor / len(self.ranks))).backward()
+    def backward(self, number, weight=1.0):
+        """Run the backward pass of the batch `number`."""
+        losses = (self.run.loss(self.model, number, rank) for rank in self.ranks)
+        (sum(losses) * (weight / len(self.ranks))).backward()
 
     def accumulate(self, step):
         """Run the backward passes of a step, all but the last inside no_sync() where the run has it."""
+        last = self.run.micro_batches - 1
         for micro in range(self.run.micro_batches):
             n_before = len(self.entries)
-            is_held_back = self.run.no_sync and micro < self.run.micro_batches - 1
-            with self.optimizer.no_sync() if is_held_back else contextlib.nullcontext():
-                self.backward(step * self.run.micro_batches + micro, self.factor(step, micro))
-            if is_held_back:
+            is_in_no_sync = self.run.no_sync and micro < last
+            with self.optimizer.no_sync() if is_in_no_sync else contextlib.nullcontext():
+                self.backward(step * self.run.micro_batches + micro, self.weight(step, micro))
+            if is_in_no_sync:
                 self.seen.n_in_no_sync += len(self.entries) - n_before
 
     def train(self, step):
-        """Do a step: backward passes, clipping, the update."""
-        if self.run.discards:
+        """Do a step: backward passes, clipping, the update; then what a training loop does between steps."""
+        run = self.run
+        is_last = step == run.steps - 1
+        if run.discards:
             self.backward(FIRST_DROPPED + step)
             self.optimizer.zero_grad(set_to_none=step % 2 == 1)
         self.step_start = len(self.entries)
         self.accumulate(step)
         self.backward_stop = len(self.entries)
         before = random_states()
-        if self.run.max_norms:
-            self.seen.norms.append(float(self.optimizer.clip_grad_norm_(self.run.max_norms[step])))
-        self.inner_step_start = None
+        if run.max_norms:
+            self.seen.norms.append(float(self.optimizer.clip_grad_norm_(run.max_norms[step])))
+        self.inner_step_stop = None
         self.optimizer.step()
         self.seen.draws |= random_states() != before
         self.note_collectives()
-        self.end_step(is_last=step == self.run.steps - 1)
-
-    def end_step(self, is_last):
-        """Clear the gradients, let a scheduler write, and keep the parameters."""
-        if self.run.zeroes and not (self.run.counts_memory and is_last):  # gradients count, too
+        keeps_grads = run.counts_memory and is_last  # their bytes are counted
+        if run.zeroes and not keeps_grads:
             self.optimizer.zero_grad()
         if self.scheduler:
             self.scheduler.step()
-        if self.run.prefetch and is_last:
+        if run.prefetch and is_last:
             self.optimizer.finish_param_sync()
-        if not self.run.counts_memory and (is_last or not self.run.prefetch):  # reading them would wait for them
+        is_whole = is_last or not run.prefetch  # all parameters have arrived; to read them earlier would wait for them
+        if is_whole and not run.counts_memory:
             self.keep_params()
 
     def keep_params(self):
         if self.run.settles:
             time.sleep(0.3)
-        self.seen.snapshots.append(flat(self.model.parameters()))
+        self.seen.snapshots.append(flat_copy(self.model.parameters()))
 
     def resume(self):
         """Save, and go on with another model, another optimizer, another scheduler."""
-        states = copy.deepcopy([part.state_dict() for part in self.parts])
-        self.begin(seed=self.candidate.rank + 10)  # another model
-        for part, state in zip(self.parts, states):
+        states = copy.deepcopy([part.state_dict() for part in self.saved])
+        self.build(self.candidate.rank + 10)
+        for part, state in zip(self.saved, states):
             part.load_state_dict(state)
 
     def note_step(self, optimizer, *_):
-        """Note a step of a torch optimizer: first of the inner one, then of the one around it."""
+        """Note that an optimizer has stepped: first the inner one, then the graded one. Torch calls this."""
         self.stepped.add(optimizer)
         if optimizer is self.optimizer:
             return
-        if self.inner_step_start is None:
-            self.inner_step_start = len(self.entries)
+        if self.inner_step_stop is None:
+            self.inner_step_stop = len(self.entries)
         if not self.run.counts_memory and self.seen.inner is None:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
-            self.seen.inner = SimpleNamespace(model=flat(self.model.parameters()), own=flat(params),
-                                              grads=flat(grads) if grads else None)
+            self.seen.inner = InnerStep(flat_copy(self.model.parameters()), flat_copy(params), flat_copy(grads))
         if self.run.prefetch and self.candidate.rank == 1:
             time.sleep(0.2)
 
     def note_first_layer(self, *_):
+        """Note which messages the first layer has waited for. Torch calls this when the layer has computed."""
         self.seen.first_layer_waited = [entry.is_awaited for entry in self.seen.after_inner]
 
     def note_gradient(self, _):
+        """Note how many messages are in flight. Torch calls this when a gradient has been computed; the last counts."""
         self.seen.n_in_flight = sum(not entry.is_awaited for entry in self.entries[self.step_start :])
 
     def note_collectives(self):
-        self.seen.entries = self.entries[self.step_start :]
-        self.seen.n_in_backward = self.backward_stop - self.step_start
-        updated = self.backward_stop if self.inner_step_start is None else self.inner_step_start
-        self.seen.after_inner = self.entries[updated:]
-        self.seen.never_awaited = [entry for entry in self.seen.entries
-                                   if not entry.is_awaited and entry.kind not in ("send", "barrier")]  # no result
+        """Note the collectives of a step that ends."""
+        seen = self.seen
+        seen.entries = self.entries[self.step_start :]
+        seen.n_in_backward = self.backward_stop - self.step_start
+        updated = self.backward_stop if self.inner_step_stop is None else self.inner_step_stop
+        seen.after_inner = self.entries[updated:]
+        seen.never_awaited = [entry for entry in seen.entries
+                              if not entry.is_awaited and entry.kind not in ("send", "barrier")]  # no result
 
-    def count(self, memory):
-        """Count the optimizer's state, and the bytes of all tensors."""
+    def count_state(self):
+        """Count the elements of AdamW's moments. A function of its own, because its variables hold tensors."""
         inner = self.stepped
         if len(inner) > 1:
             inner = inner - {self.optimizer}  # an outer optimizer may show the inner one's state
-        moments = [plain for optimizer in inner for state in optimizer.state.values() for value in state.values()
-                   if torch.is_tensor(value) and value.dim() for plain in plain_tensors(value)]
-        self.seen.n_state = sum(int(value.count_nonzero()) for value in moments)
-        del moments  # they would count
-        self.seen.held = memory.settle()
-        self.keep_params()
+        moments = []
+        for optimizer in inner:
+            for state in optimizer.state.values():  # AdamW's number of steps has no dimension
+                moments += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
+        self.seen.n_state = int(flat_copy(moments).count_nonzero())
 
 
-def play(candidate, run, ranks=None, factor=lambda step, micro: 1.0):
-    """Train on the mean loss of `ranks`, by default of this rank. Returns Seen. `factor`: see Training."""
+def play(candidate, run, ranks=None, weight=lambda step, micro: 1.0):
+    """Do a Run with a Candidate, and return Seen. ranks: by default the candidate's; ranks and weight: see Training."""
     if run.without_rank_0:
         group = dist.new_group(range(1, dist.get_world_size()))
         if candidate.rank == 0:
             return Seen()
-        candidate = SimpleNamespace(**{**vars(candidate), "rank": candidate.rank - 1, "group": group})
-    training = Training(candidate, run, ranks or [candidate.rank], factor)
-    with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(Memory("cpu")) if run.counts_memory else None
-        stack.callback(register_optimizer_step_post_hook(training.note_step).remove)
-        training.begin(candidate.rank)
-        if not run.counts_memory:
-            training.keep_params()
-        for step in range(run.steps):
-            if run.resume and step == 2:
-                training.resume()
-            training.train(step)
+        candidate = replace(candidate, rank=candidate.rank - 1, group=group)
+    memory = Memory("cpu") if run.counts_memory else contextlib.nullcontext()
+    with memory:
+        training = Training(candidate, run, ranks or [candidate.rank], weight)
+        with register_optimizer_step_post_hook(training.note_step):
+            if not run.counts_memory:
+                training.keep_params()
+            for step in range(run.steps):
+                if run.resume and step == 2:
+                    training.resume()
+                training.train(step)
         if run.counts_memory:
-            training.count(memory)
+            training.count_state()
+            training.seen.held = memory.settle()
+            training.keep_params()
     return training.seen
 
 
-def flat(params):
-    local = [plain for param in params for plain in plain_tensors(param.detach())]
-    return torch.cat([torch.zeros(0), *(tensor.float().reshape(-1) for tensor in local)])
+def flat_copy(tensors):
+    """Return the elements of tensors as one fp32 tensor (numel,)."""
+    plain = [part.float().reshape(-1) for tensor in tensors for part in plain_tensors(tensor.detach())]
+    return torch.cat([torch.zeros(0), *plain])  # cat needs at least one tensor
 
 
 def random_states():

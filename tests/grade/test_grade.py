@@ -84,9 +84,9 @@ def test_no_two_combinations_of_gradients_are_alike():
     """On 2 and 3 ranks each sum of some ranks' gradients, divided by what the grader knows, has a value of its own.
     Divided by up to 9 some coincide: they stay ambiguous, and the grader takes no such divisor for likely."""
     for d in (2, 3):
-        values = sorted(by_hand.combinations(d).values())
-        assert all(after / before > 1.01 for before, after in itertools.pairwise(values))
-    sums = {(ranks, divisor): sum(by_hand.BASE**rank for rank in ranks) / divisor
+        assert all(after / before > 1.01 for before, after in itertools.pairwise(sorted(
+            combination.value() for combination in by_hand.combinations(d))))
+    sums = {(ranks, divisor): by_hand.Combination(ranks, divisor).value()
             for ranks in ((0,), (1,), (0, 1)) for divisor in range(1, 10)}
     assert {one for one in itertools.combinations(sums, 2) if sums[one[0]] == sums[one[1]]} == {
         (((0,), 1), ((1,), 7)), (((0,), 1), ((0, 1), 8)), (((1,), 7), ((0, 1), 8))}
@@ -164,7 +164,7 @@ def test_state_that_is_on_no_rank_is_counted_in_elements():
     """"1 times in all" beside "exists once" is no reason."""
     ranks = [runs.Seen(n_state=n) for n in (33279, 33280)]
     with pytest.raises(grader.Wrong) as wrong:
-        levels.state(Namespace(run=lambda *_: ranks), d=2)
+        levels.state(Namespace(run=lambda *_, **__: ranks))
     assert ("came", "1 of its 66560 elements on no rank: 50% on rank 0, 50% on rank 1") in wrong.value.lines
 
 
