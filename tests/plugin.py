@@ -20,7 +20,7 @@ from harness import STAGE_2, STAGE_4
 from harness.ranks.workers import WorkerError, Workers, start_forkserver
 from tests.common import STAGES, in_groups_of_its_own
 
-# Files of tests about the stages, which pass on GPUs too. The others count and time what a CPU and gloo do.
+# Files of tests that pass on GPUs, too: those about the stages. All other tests count and time what a CPU and gloo do.
 ON_GPUS = [f"test_{name}.py" for name in ("contract", "dtensor", "dtypes", "hostile", "memory", "models", "overlap",
                                           "rounds", "stages")]
 
@@ -52,8 +52,9 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Choose for a test that takes `stage` or `world_size`: all stages, and 2 and 3 ranks, unless a mark says more.
 
-    any_size: 1 to 4 ranks. shared_guard: two stages, because all share the code that it tests. A test may parametrize
-    them itself. On GPUs it is 1 and 2 ranks: NCCL sums more gradients in an order of its own, and the last bits differ.
+    The mark any_size stands for 1 to 4 ranks; shared_guard for two stages, because all stages share the tested code. A
+    test may parametrize `stage` and `world_size` itself. On GPUs there are 1 and 2 ranks: NCCL sums the gradients of
+    more ranks in another order, and the last bits differ.
     """
     option = metafunc.config.getoption
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
@@ -105,7 +106,7 @@ def pytest_collection_finish():
 
 
 class Pools:
-    """Starts Workers for a world size when they are first asked for. Idle ranks cost memory, and nothing else."""
+    """Starts Workers for a world size when a test first needs them, and keeps them: idle ranks cost memory alone."""
 
     def __init__(self):
         self.started = {}  # world size -> Workers
@@ -118,7 +119,9 @@ class Pools:
             return self.started[world_size].run(in_groups_of_its_own, function, *args, **kwargs)
 
     def answer(self, world_size, call):
-        """Do what `run` does for another process, in bytes, because a manager would share the memory of tensors."""
+        """Do what `run` does for another process. `call`, and what is returned, are pickled: a manager that pickles
+        tensors itself would share their memory.
+        """
         function, args, kwargs = pickle.loads(call)
         return pickle.dumps(self.run(world_size, function, *args, **kwargs))
 
@@ -129,7 +132,7 @@ class Pools:
 
 
 class PoolsElsewhere:
-    """Runs functions on those ranks from a worker of pytest-xdist. The process that started them ends them."""
+    """Runs functions on the ranks of a RanksForXdist, from a worker of pytest-xdist."""
 
     def __init__(self, address, authkey):
         BaseManager.register("pools")
@@ -145,7 +148,7 @@ class RanksForXdist:
     """Starts ranks in the main process of pytest-xdist, for all its workers."""
 
     def __init__(self):
-        start_forkserver()  # it sets a signal for a moment, which only the main thread may do
+        start_forkserver()  # by the main thread: no other thread may set a signal handler, as this call does
         self.pools = Pools()
         self.authkey = secrets.token_bytes()
         BaseManager.register("pools", lambda: self.pools)

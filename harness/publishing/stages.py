@@ -16,8 +16,8 @@ from pathlib import Path
 from harness import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATES = Path(__file__).parent / "taken"  # of a package called my_optimizer
-STAYS = {"train.py", "__init__.py"}  # files of a stage that aren't taken
+TEMPLATES = Path(__file__).parent / "taken"  # files for a package that is called my_optimizer until it is written
+NOT_COPIED = {"train.py", "__init__.py"}  # files of a stage; the package gets an __init__.py of its own, OPENING
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 OPENING = '''"""Stage {number} of "The distributed optimizer, in four stages", {version}. Licence: MIT, see LICENSE."""
 
@@ -53,10 +53,10 @@ def core_lines(folder):
 
 
 def files_of(stage, with_checkpoint):
-    """Return {path in the package: text} of its code and licence."""
+    """Return {path in the package: text} of a stage's code and the licence."""
     folders = ["guard", "checkpoint"] if with_checkpoint else ["guard"]
     files = {path.name: with_relative_imports(path, "from .guard")
-             for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
+             for path in (ROOT / stage).glob("*.py") if path.name not in NOT_COPIED}
     for folder in folders:
         files |= {f"{folder}/{path.name}": with_relative_imports(path, "from ..guard")
                   for path in (ROOT / folder).glob("*.py")}
@@ -66,6 +66,7 @@ def files_of(stage, with_checkpoint):
 
 
 def with_relative_imports(path, from_guard):
+    """Return the text of a file with `from_guard`, such as "from .guard", where it has "from guard"."""
     return re.sub(r"^from guard\b", from_guard, path.read_text(), flags=re.MULTILINE)
 
 
