@@ -67,7 +67,7 @@ help:
 	@echo 'make plan MODEL=7b          what a rank of 1024 would hold, how long a step would take  (WORLD=64 DTYPE=fp32)'
 	@echo 'make figures                all figures of results/ anew, of one commit: an hour, root, iproute2'
 	@echo 'make report                 tables and pictures of the pages anew'
-	@echo 'make diff A=2 B=3           what one core changes in the one before, by method; FULL=1: all files, by line'
+	@echo 'make diff A=2 B=3           what a core changes in the core before, as git shows it; FULL=1: in all files'
 	@echo 'make clean                  remove the environment and caches'
 
 # What each WHAT of `make bench` calls.
@@ -105,7 +105,7 @@ train: $(ENV)
 	exec $(PYTHON) -m harness.training.launch $(NPROC) $(wildcard stage$(STAGE)_*)/train.py $(ARGS)
 
 take:
-	@$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages take '$(STAGE)' '$(TO)' \
+	@$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages '$(STAGE)' '$(TO)' \
 		$(if $(CHECKPOINT),--checkpoint)
 
 show: $(ENV)
@@ -125,10 +125,12 @@ report: $(ENV)
 	$(PYTHON) -m show --pages
 	$(PYTHON) -m variants --page
 
+# git calls a file new or deleted where the other file is /dev/null. It ends with 1 where files differ.
+DIFF = git $(if $(FULL),,--no-pager) diff --no-index --patience --color=$(if $(NO_COLOR),never,auto) --
+file_of = $(or $(wildcard stage$(1)_*/$(file)),/dev/null)
 diff:
-	@$(if $(FULL),git diff --no-index --color=$(if $(NO_COLOR),never,auto) -- \
-		$(wildcard stage$(A)_*) $(wildcard stage$(B)_*) || true,\
-		$(or $(wildcard $(PYTHON)),python3) -m harness.publishing.stages diff $(A) $(B))
+	@$(if $(FULL),$(DIFF) $(wildcard stage$(A)_*) $(wildcard stage$(B)_*);,\
+		$(foreach file,optimizer.py buffer.py transport.py,$(DIFF) $(call file_of,$(A)) $(call file_of,$(B));)) true
 
 .venv/.installed: pyproject.toml
 	python3 -m venv .venv

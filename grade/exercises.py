@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.publishing.stages import CORE, ROOT, files_of, functions, write_package
+from harness.publishing.stages import CORE, ROOT, files_of, write_package
 
 REPORT = "REPORT.md"  # a file in the package of a drill, whose first line has the number of the drill
 
@@ -36,6 +36,17 @@ def bodies():
             by_file[path.strip()] = dict(text.strip().split(": ", 1) for text in functions_and_hints)
         by_exercise[exercise.strip()] = by_file
     return by_exercise
+
+
+def functions(tree):
+    """Return {name: node} of each function of a module, and of each method as "Class.method"."""
+    nodes = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            nodes[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            nodes |= {f"{node.name}.{child.name}": child for child in node.body if isinstance(child, ast.FunctionDef)}
+    return nodes
 
 
 def emptied(path, hints):

@@ -4,7 +4,6 @@ A drill is a stage with a fault that the learner has to find: see grade/exercise
 """
 
 import re
-import shutil
 import sys
 
 from grade import collective, contract, exercises
@@ -34,23 +33,6 @@ def checks_of(level, grader, only=""):
                    if only in check.name and (not check.fact or getattr(grader.facts, check.fact))]
 
 
-def outcomes(grader, checks):
-    """Run the checks; yield (check, its lines or its Wrong). A terminal also lists the checks that are still to come.
-
-    The lines are as in Grader.outcome: texts without a first word.
-    """
-    n_shown = shutil.get_terminal_size().lines - 5 if sys.stdout.isatty() else 0
-    for number, check in enumerate(checks):
-        to_come = [f"  …         {check.name}\n" for check in checks[number:][:n_shown]]
-        if to_come:
-            up = f"\033[{len(to_come)}A"  # moves the cursor to the first of these lines
-            print("".join(to_come), end=up, flush=True)
-        outcome = grader.outcome(check)
-        if to_come:
-            print("\033[J", end="")  # clears the screen below the cursor
-        yield check, outcome
-
-
 def passes(level, grader, only=""):
     """Run and print the checks of `level` up to the first that fails; return whether all have passed.
 
@@ -59,7 +41,8 @@ def passes(level, grader, only=""):
     title, checks = checks_of(level, grader, only)
     if checks:
         print(f"\n{title}", flush=True)
-    for check, outcome in outcomes(grader, checks):
+    for check in checks:
+        outcome = grader.outcome(check)
         if not isinstance(outcome, Wrong):
             say(("ok", check.name), *[("", line) for line in outcome])
         elif check.name == "its methods" and not grader.facts.is_optimizer:

@@ -95,7 +95,7 @@ one_rank_of = rank_0_of  # plays rank 0 of d: the real code runs, and nothing is
 
 
 def on_ranks(*world_sizes, **situations):
-    """Run the decorated test on each rank, which is its first argument. Without world sizes conftest.py gives them.
+    """Run the decorated test on each rank, which is its first argument. Without world sizes tests/plugin.py gives them.
 
     `situations`: {argument: its values}. One test plays all combinations one after the other, because each takes a
     moment; a failure names its combination.

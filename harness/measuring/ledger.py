@@ -146,14 +146,6 @@ class Ledger(TorchDispatchMode):
         return dict(Counter(entry.kind for entry in self.entries))
 
     @property
-    def message_bytes(self):
-        """Return {"all_reduce": bytes of all all-reduces together, …}."""
-        by_kind = Counter()
-        for entry in self.entries:
-            by_kind[entry.kind] += entry.size
-        return dict(by_kind)
-
-    @property
     def wire_bytes(self):
         return round(sum(entry.wire_bytes for entry in self.entries))
 

@@ -116,14 +116,14 @@ def files_of_links(rates):
 
 
 def origin(names):
-    """Return machine, torch, commit and date of these files, each once."""
+    """Return a line with machine, torch, commit and date of these reports. A value of all reports stands there once."""
     of_files = [load(name).made for name in names]
     machine, torch, commit, day = (" and ".join(dict.fromkeys(values)) for values in zip(*of_files))
     return code(f"{machine} · torch {torch} · commit {commit} · {day}")
 
 
 def settings():
-    """Return how the bench, and two hosts with the slowest link, were trained."""
+    """Return the conditions of the bench, and of two hosts with the slowest link."""
     conditions = [load(name).conditions for name in (BENCH, SLOWEST_LINK)]
     return code(*(textwrap.fill(text, tables.BLOCK_WIDTH) for text in conditions))
 
@@ -134,6 +134,7 @@ def curve():
     return code(tables.sheet_text(beside(sheets[0].title, *sheets)))
 
 
+# Title of a row of README's table -> folder whose core is counted.
 CORES = {"1 naive broadcast": STAGE_1, "2 all-gather": STAGE_2, "3 grad buffer": STAGE_3, "4 overlap": STAGE_4}
 
 

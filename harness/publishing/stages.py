@@ -1,28 +1,23 @@
-"""Writes a stage as a package for a project of yours, and shows what one core changes in the one before.
+"""Writes a stage as a package for a project of yours.
 
-    python -m harness.publishing.stages take 4 path/to/my_optimizer [--checkpoint]        # or: make take
-    python -m harness.publishing.stages diff 2 3                                          # or: make diff
+    python -m harness.publishing.stages 4 path/to/my_optimizer [--checkpoint]        # or: make take
 
-The package has core and guard, and if asked for checkpoint/ too. train.py stays here, imports become relative, and
-files of `taken/` make the package stand on its own. The difference goes method by method; a method that is unchanged
-or gone is named in a line.
+The package has the stage's core and guard, and checkpoint/ if `--checkpoint` asks for it. train.py isn't copied.
+Imports become relative, and the files of `taken/`, a README and a test among them, let the package stand alone.
 """
 
 import argparse
 import ast
-import difflib
 import io
-import os
 import re
-import sys
 import tokenize
 from pathlib import Path
 
 from harness import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATES = Path(__file__).parent / "taken"  # of a package called my_optimizer
-STAYS = {"train.py", "__init__.py"}  # files of a stage that aren't taken
+TEMPLATES = Path(__file__).parent / "taken"  # files for a package that is called my_optimizer until it is written
+NOT_COPIED = {"train.py", "__init__.py"}  # files of a stage; the package gets an __init__.py of its own, OPENING
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 OPENING = '''"""Stage {number} of "The distributed optimizer, in four stages", {version}. Licence: MIT, see LICENSE."""
 
@@ -58,10 +53,10 @@ def core_lines(folder):
 
 
 def files_of(stage, with_checkpoint):
-    """Return {path in the package: text} of its code and licence."""
+    """Return {path in the package: text} of a stage's code and the licence."""
     folders = ["guard", "checkpoint"] if with_checkpoint else ["guard"]
     files = {path.name: with_relative_imports(path, "from .guard")
-             for path in (ROOT / stage).glob("*.py") if path.name not in STAYS}
+             for path in (ROOT / stage).glob("*.py") if path.name not in NOT_COPIED}
     for folder in folders:
         files |= {f"{folder}/{path.name}": with_relative_imports(path, "from ..guard")
                   for path in (ROOT / folder).glob("*.py")}
@@ -71,6 +66,7 @@ def files_of(stage, with_checkpoint):
 
 
 def with_relative_imports(path, from_guard):
+    """Return the text of a file with `from_guard`, such as "from .guard", where it has "from guard"."""
     return re.sub(r"^from guard\b", from_guard, path.read_text(), flags=re.MULTILINE)
 
 
@@ -110,85 +106,12 @@ def write_package(to, files):
         (to / name).write_text(text, encoding="utf-8")
 
 
-# --------------------------------------------------------------------------------------- What a core changes in another
-
-
-COLOURS = {"+": "\033[32m", "-": "\033[31m"}
-BETWEEN = "between functions"  # the part with imports, constants, and the first lines of classes
-
-
-def functions(tree):
-    """Return {name: node} of each function of a module, and of each method as "Class.method"."""
-    nodes = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            nodes[node.name] = node
-        if isinstance(node, ast.ClassDef):
-            nodes |= {f"{node.name}.{child.name}": child for child in node.body if isinstance(child, ast.FunctionDef)}
-    return nodes
-
-
-def parts_of(path):
-    """Return {name: lines} of the parts of a file, or {} if there is no such file.
-
-    Parts are functions, methods ("Class.method", or of the optimizer "method"), and what stands between them.
-    """
-    if not path.exists():
-        return {}
-    text = path.read_text(encoding="utf-8")
-    rest = dict(enumerate(text.splitlines(), start=1))  # number -> line
-    parts = {}
-    for name, node in functions(ast.parse(text)).items():
-        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        lines = [rest.pop(number) for number in range(start, node.end_lineno + 1)]
-        parts[name.removeprefix("ShardedOptimizer.")] = lines
-    return {BETWEEN: [line for line in rest.values() if line.strip()], **parts}
-
-
-def difference(old, new):
-    """Return lines to print, of what `parts_of` has returned for two files."""
-    unchanged = [name for name in new if old.get(name) == new[name]]
-    gone = [name for name in old if name not in new]
-    lines = []
-    if unchanged:
-        lines.append(f"unchanged: {', '.join(unchanged)}")
-    if gone:
-        lines.append(f"gone: {', '.join(gone)}")
-    for name in new:
-        if name not in old:
-            lines += ["", f"new: {name}", *(f"+{line}" for line in new[name])]
-        elif name not in unchanged:
-            _, _, *changes = difflib.unified_diff(old[name], new[name], n=2, lineterm="")  # first two names of files
-            lines += ["", f"changed: {name}", *(" …" if line.startswith("@@") else line for line in changes)]
-    return lines
-
-
-def show_difference(before, after):
-    """Print the difference between the cores of two stages, whose numbers are given."""
-    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for file in CORE:
-        old = parts_of(ROOT / STAGES[int(before) - 1] / file)
-        new = parts_of(ROOT / STAGES[int(after) - 1] / file)
-        if old or new:
-            print(f"\n{'=' * 20} {file}: stage {before} -> stage {after}")
-        for line in difference(old, new):
-            colour = COLOURS.get(line[:1]) if is_coloured else None
-            print(f"{colour}{line}\033[0m" if colour else line)
-
-
 def main():
-    parser = argparse.ArgumentParser(prog="stages", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    of_take = commands.add_parser("take")
-    of_take.add_argument("stage")
-    of_take.add_argument("to", type=Path)
-    of_take.add_argument("--checkpoint", action="store_true", help="with checkpoint/: full state, files, other ranks")
-    of_diff = commands.add_parser("diff")
-    of_diff.add_argument("before")
-    of_diff.add_argument("after")
+    parser = argparse.ArgumentParser(prog="take", description=__doc__.splitlines()[0])
+    parser.add_argument("stage")
+    parser.add_argument("to", type=Path)
+    parser.add_argument("--checkpoint", action="store_true", help="with checkpoint/: full state, files, other ranks")
     args = parser.parse_args()
-    if args.command == "diff":
-        return show_difference(args.before, args.after)
     try:
         take(args.stage, args.to, args.checkpoint)
     except (ValueError, OSError) as reason:

@@ -148,7 +148,7 @@ def median(values):
 
 
 def ratio(values, other_values):
-    """Return the median of the ratios, round by round: both ran within seconds of each other."""
+    """Return the median over rounds of value / other: within a round both were measured seconds apart."""
     return median([value / other for value, other in zip(values, other_values)])
 
 
@@ -237,7 +237,7 @@ def made_here(machine=None):
 
 
 def made_line(made, *words):
-    """Write who made something, with `words` in the middle."""
+    """Write machine, torch, date and commit of a measurement, with `words` in the middle."""
     return " · ".join([made.machine, f"torch {made.torch}", *filter(None, words), made.date, f"commit {made.commit}"])
 
 
@@ -255,7 +255,7 @@ def commit(folder=ROOT):
 
 
 def cpu_name():
-    """Return the processor's name, as Linux has it, or else the little that Python knows."""
+    """Return the number and name of the processors; where Linux doesn't say them, the architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -305,7 +305,7 @@ def from_json(text):
 
 
 def sheet_from(fields):
-    """Make a Sheet of what json has kept of it."""
+    """Make a Sheet of its fields, as json has them."""
     columns = [Column(**column) for column in fields["columns"]]
     rows = [[Marked(**cell) if isinstance(cell, dict) else cell for cell in row] for row in fields["rows"]]
     return Sheet(**{**fields, "columns": columns, "rows": rows})

@@ -12,10 +12,11 @@ def begin():
     """Make Ctrl-C one word, whenever it comes. A program calls this before it loads torch, which takes seconds."""
     sys.excepthook = say_interrupted
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only gets ? for a letter, not an error
+        sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII alone then shows ? in place of é
 
 
 def say_interrupted(kind, error, trace):
+    """Be an excepthook: after Ctrl-C print "interrupted", on rank 0 alone, and end with exit code 130."""
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
     if os.environ.get("RANK", "0") == "0":
@@ -34,6 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_json(parser, path):
+    """Add --json, whose default is `path`."""
     parser.add_argument("--json", type=Path, default=Path(path), help="where the result is written")
 
 
@@ -55,6 +57,7 @@ COUNT = number(int, 1, 10**6)
 
 
 def add_sizes(add, batch_size):
+    """Add --batch-size and --sequence-length by `add`, the add_argument of a parser."""
     add("--batch-size", type=COUNT, default=batch_size, help=f"sequences per rank (default {batch_size})")
     add("--sequence-length", type=COUNT, default=128, help="bytes per sequence (default 128)")
 
@@ -66,12 +69,13 @@ def fail(program, message):
 
 
 def check_length(length, model, models, fail):
+    """Call `fail` with a message where the model of that name takes no sequences of this length."""
     if length > models[model].block_size:
         fail(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
 
 
 def check_writable(option, path, fail):
-    """Make the folder of `path`, and `fail` before the measurement, not after it, where `path` can't be written."""
+    """Make the folder of `path`, and call `fail` if `path` can't be written: before an hour of measuring, not after."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -83,7 +87,7 @@ def check_writable(option, path, fail):
 
 
 def write(option, path, text, fail):
-    """Replace what `path` holds by `text`."""
+    """Write `text` to the file at `path`, or call `fail` with a message."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

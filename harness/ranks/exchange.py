@@ -2,7 +2,7 @@
 
 gloo's own reduce-scatter is an all-reduce underneath, which sends twice the bytes. Its all-gather takes 1.5 times as
 long as the link: messages of more than 1 MiB are slow. All rows are measured with the functions below, which exchange
-pieces as stage 4's transport does. To sum, a rank holds two pieces of every other rank.
+pieces as stage 4's transport does. In a reduce-scatter a rank has room for two pieces from each other rank.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from stage4_overlap.transport import PIECE_BYTES, Exchange
 
-# torch before 2.13 has only the first of both names; FSDP2 calls the second, where there is one.
+# torch before 2.13 has only the first name of each pair; where torch has the second name, FSDP2 calls that.
 SCATTERS = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
 GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
 
@@ -39,18 +39,18 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
     d = transport.world_size
     own_part = output.view(-1)  # (shard_numel,)
     parts = input.view(d, -1)  # (d, shard_numel)
-    numel = max(1, PIECE_BYTES // input.itemsize)
-    pieces = list(zip(*(part.split(numel) for part in parts)))  # pieces[number][rank]
+    piece_numel = max(1, PIECE_BYTES // input.itemsize)
+    pieces = list(zip(*(part.split(piece_numel) for part in parts)))  # pieces[number][rank]
     # Pieces arrive in two buffers by turns: while a piece is added up, the next piece arrives.
-    buffers = input.new_empty(2, d, min(numel, own_part.numel()))
+    buffers = input.new_empty(2, d, min(piece_numel, own_part.numel()))
 
     def start(number):
-        """Exchange the pieces of a number. Returns the works, and what is added up then, by rank."""
-        piece_numel = pieces[number][0].numel()
-        return transport.exchange(pieces[number], buffers[number % 2, :, :piece_numel])
+        """Send piece `number` of each rank's part. Returns works to wait for, and the summands they bring, by rank."""
+        numel_to_send = pieces[number][0].numel()  # the last piece may be shorter
+        return transport.exchange(pieces[number], buffers[number % 2, :, :numel_to_send])
 
     next_works, next_summands = start(0)
-    for number, own_piece in enumerate(own_part.split(numel)):
+    for number, own_piece in enumerate(own_part.split(piece_numel)):
         works, summands = next_works, next_summands
         if number + 1 < len(pieces):
             next_works, next_summands = start(number + 1)

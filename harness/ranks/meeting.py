@@ -39,7 +39,7 @@ def connect(timeout_s=120):
     """
     command_line.begin()
     sys.excepthook = report_lost_rank
-    silence_torch()  # a guard does so, too, when it is built, but a bare core doesn't
+    silence_torch()  # a stage's guard silences torch's warnings, too, but a bare core doesn't
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -58,7 +58,10 @@ def connect(timeout_s=120):
 
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
-    """Join the ranks that meet in `store`, by the first backend and device that work on every rank. Returns a Rank."""
+    """Join the ranks that meet in `store`, by the first backend and device that work on every rank. Returns a Rank.
+
+    `local_rank` numbers the ranks of this host, which has `local_world_size`.
+    """
     possible = choices(local_rank, local_world_size)
     for number, (backend, device) in enumerate(possible):
         is_last = number == len(possible) - 1
@@ -109,7 +112,7 @@ def prepare(device):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
-WORKS = "works"  # what a rank writes into the store when it can communicate; or else the error
+WORKS = "works"  # what a rank writes into the store when it can communicate; otherwise it writes the error
 
 
 def can_communicate(me, store):
@@ -148,13 +151,13 @@ def rank_0_of(d):
     """Let this process play rank 0 of d while entered: torch's fake process group sends nothing."""
     from torch.testing._internal.distributed import fake_pg as fake_pg  # makes the backend "fake" known
 
-    excepthook = sys.excepthook
+    excepthook_before = sys.excepthook
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=d)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = excepthook  # init_process_group wraps it, each time once more
+        sys.excepthook = excepthook_before  # init_process_group wraps it, each time once more
 
 
 # ------------------------- A rank that loses another rank names it in one line, and ends: nothing waits without a limit
@@ -173,7 +176,7 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # without leaving the process group, which would wait for the others
 
 
-MISSING_S = 3  # how long a rank that has lost another rank waits for the reports of the others
+MISSING_S = 3  # so long a rank that has lost another rank waits for the other ranks to report the same
 
 
 def _missing_ranks():
@@ -299,5 +302,5 @@ def let_computing_go_first(threads):
 
 def own_threads():
     """Return the set of ids of this process's threads; empty where there is no /proc."""
-    tasks = Path("/proc/self/task")
-    return {int(task.name) for task in tasks.iterdir()} if tasks.exists() else set()
+    threads = Path("/proc/self/task")
+    return {int(thread.name) for thread in threads.iterdir()} if threads.exists() else set()

@@ -24,7 +24,7 @@ from harness.ranks.meeting import disconnect, join
 
 
 class WorkerError(RuntimeError):
-    """One line that names the rank: "rank 1: ValueError: …". `details` holds the tracebacks of those that failed."""
+    """One line that names the rank: "rank 1: ValueError: …". `details` has the tracebacks of all ranks that failed."""
 
     def __init__(self, line, details=""):
         super().__init__(line)
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a rank has no result. `traceback`: in Python; "" if the rank has died."""
+    """Why a rank has no result. `traceback` is Python's; "" if the process has died, and can't send a traceback."""
     line: str
     traceback: str
 

@@ -1,6 +1,6 @@
 """Trains in ways that stages are compared with, and that torch lacks: replicated, in 16 bits, and by owner.
 
-`Training` is the loop of every train.py, in halves that can be measured.
+`Training` is the loop of every train.py, cut in two halves, so that memory can be measured between them.
 """
 
 import contextlib
@@ -132,6 +132,7 @@ class MainParamsTraining(Training):
         return sum_in_rank_order(share, self.world_size) if self.world_size > 1 else share
 
     def round_moments(self):
+        """Round AdamW's moments to the dtype `moments_in`; they stay fp32 tensors."""
         for state in self.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(self.moments_in).float()
@@ -142,7 +143,7 @@ class MainParamsTraining(Training):
 
 
 def sum_in_rank_order(tensor, world_size):
-    """Return the sum over the ranks, added up from rank 0 on: gloo's all-reduce of three ranks has another order."""
+    """Return the sum over the ranks, in the order of ranks; gloo's all-reduce of three ranks adds in another order."""
     parts = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(parts, tensor)
     total, *others = parts
@@ -167,7 +168,7 @@ def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
 
 
 def bf16_sum(_, bucket):
-    """Do what torch's bf16_compress_hook does, which refuses gloo."""
+    """Sum gradients in bf16: a communication hook of DDP, as torch's bf16_compress_hook, which refuses gloo."""
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
@@ -186,7 +187,7 @@ def ddp_16bit(model, adamw, bucket_mb=None):
 class Message(NamedTuple):
     """Gradients under way to the rank that owns their parameters."""
     work: dist.Work
-    flat: torch.Tensor  # (numel of all params,)
+    bucket: torch.Tensor  # (numel of all params,)
     owner: int
     params: list
 
@@ -194,9 +195,9 @@ class Message(NamedTuple):
 class OwnerReduce(ShardedOptimizer):
     """Sends each gradient to the rank that owns the parameter, by a `reduce`, as soon as the gradient is ready.
 
-    OverlappedDistributedOptimizer argues against this scheme; the bench has it as a row. Parameters are owned whole, as
-    in stage 1, and each rank broadcasts those that it owns, as there. Every parameter must get a gradient in each step,
-    from one backward pass.
+    Megatron-LLaMA's OverlappedDistributedOptimizer argues against this scheme; the bench has it as a row. As in stage 1
+    a rank owns whole parameters, and broadcasts them. Every parameter must get a gradient in each step, from a single
+    backward pass.
 
     Args:
         bucket_cap_mb: MiB of gradients of one owner that one message gathers, as DeepSpeed's ZeRO-2 does; None: each
@@ -208,7 +209,7 @@ class OwnerReduce(ShardedOptimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         owners = {param: rank for rank, shard in enumerate(self.shards) for param in shard}
         self.buckets = owner_buckets(params, owners, (bucket_cap_mb or 0) * 2**20)
-        self.next_bucket = 0
+        self.next_bucket = 0  # index of the first bucket that isn't sent yet
         self.ready = set()  # parameters that have a gradient
         self.in_flight = deque()  # Messages
         for param in params:
@@ -228,19 +229,19 @@ class OwnerReduce(ShardedOptimizer):
 
     def send(self, owner, params):
         grads = [param.grad for param in params]
-        flat = grads[0].reshape(-1) if len(grads) == 1 else flatten(grads)  # one gradient needs no copy
-        flat /= self.world_size
+        bucket = grads[0].reshape(-1) if len(grads) == 1 else flatten(grads)  # a single gradient needs no copy
+        bucket /= self.world_size
         for param in params:
             param.grad = None
-        work = dist.reduce(flat, group_dst=owner, group=self.process_group, async_op=True)
-        self.in_flight.append(Message(work, flat, owner, params))
+        work = dist.reduce(bucket, group_dst=owner, group=self.process_group, async_op=True)
+        self.in_flight.append(Message(work, bucket, owner, params))
 
     def receive_oldest(self):
-        """Keep the averages of what this rank owns. Drop the others: gloo may have left partial sums in them."""
+        """Keep the averages if this rank owns the parameters. Drop other gradients: gloo leaves partial sums."""
         message = self.in_flight.popleft()
         message.work.wait()
         if message.owner == self.rank:
-            for param, grad in zip(message.params, cut_like(message.flat, message.params)):
+            for param, grad in zip(message.params, cut_like(message.bucket, message.params)):
                 param.grad = grad
 
     @torch.no_grad()
@@ -252,7 +253,10 @@ class OwnerReduce(ShardedOptimizer):
 
 
 def owner_buckets(params, owners, cap_bytes):
-    """Fill buckets up to `cap_bytes`, the last parameter first. Returns [(owner, params), …], in order of sending."""
+    """Fill buckets up to `cap_bytes`, from the last parameter to the first: gradients become ready in that order.
+
+    owners: {param: rank}. Returns [(owner, params), …], in the order of sending.
+    """
     buckets = []
     unfilled = {}  # owner -> params
     for param in reversed(params):

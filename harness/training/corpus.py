@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-STDLIB_BYTES = 8_000_000  # so much of the standard library is read, in less than a second
-LEAST_BYTES = 10_000  # of a text: more than a sequence of any model
-VALIDATION_PART = 0.1  # of a text: its end
+STDLIB_BYTES = 8_000_000  # how much of the standard library is read; it takes less than a second
+LEAST_BYTES = 10_000  # a shorter text is refused; a sequence of any model is shorter
+VALIDATION_PART = 0.1  # how much of a text, at the end, is for validation
 VALIDATION_SEQUENCES = 128  # evenly spread over the validation part, the same every time
 
 # Skipped are tests, which repeat themselves, installed packages, tables of numbers, and files made on this machine.
@@ -65,7 +65,7 @@ def load_parts(path, sequence_length):
 
 
 def split(data):
-    """Return (train, validation): the first 90 % and the last 10 % of `data`."""
+    """Return (train, validation): `data` but for its end, and the end, VALIDATION_PART of it."""
     n_train = len(data) - round(len(data) * VALIDATION_PART)
     return data[:n_train], data[n_train:]
 
@@ -96,15 +96,16 @@ class Batches:
 
 def validation_batches(data, batch_size, sequence_length, rank, world_size, device="cpu"):
     """Return this rank's part of VALIDATION_SEQUENCES fixed sequences: [(tokens, targets)], each (B or fewer, T)."""
-    starts = np.linspace(0, len(data) - sequence_length - 1, VALIDATION_SEQUENCES).astype(np.int64)
-    own_starts = starts[rank::world_size]
-    return [_sequences(data, own_starts[i:i + batch_size], sequence_length, torch.device(device))
-            for i in range(0, len(own_starts), batch_size)]
+    last_start = len(data) - sequence_length - 1
+    starts = np.linspace(0, last_start, VALIDATION_SEQUENCES).astype(np.int64)[rank::world_size]
+    return [_sequences(data, starts[first:first + batch_size], sequence_length, torch.device(device))
+            for first in range(0, len(starts), batch_size)]
 
 
 def _sequences(data, starts, sequence_length, device):
-    rows = starts[:, None] + np.arange(sequence_length + 1)  # (B, T + 1)
-    text = torch.from_numpy(data[rows].astype(np.int64))  # (B, T + 1)
+    """Return (tokens, targets) of the sequences that begin at `starts`, (B, T) int64 each on the device."""
+    positions = starts[:, None] + np.arange(sequence_length + 1)  # (B, T + 1)
+    text = torch.from_numpy(data[positions].astype(np.int64))  # (B, T + 1)
     if device.type == "cuda":  # from pinned memory the copy doesn't make the CPU wait for the GPU
         text = text.pin_memory().to(device, non_blocking=True)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()  # (B, T), (B, T)

@@ -1,4 +1,4 @@
-"""Lists the rows: ways to train the same model, by name. Says what each must agree with, send and hold."""
+"""Lists the rows of the bench: ways to train a model, by name, with what each row must agree with, send and hold."""
 
 import functools
 import importlib
@@ -217,7 +217,7 @@ class Configuration(NamedTuple):
 
 
 class LateSender(stage4_overlap.DistributedOptimizer):
-    """Is stage 4, except that no bucket is sent before the backward pass has ended."""
+    """Does what stage 4 does, but sends no bucket before the backward pass has ended."""
 
     pass_has_ended = False
 

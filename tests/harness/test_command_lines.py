@@ -1,6 +1,7 @@
 """What a user may write by mistake: one line that says what is possible, exit code 2, and nothing has begun."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(argu
 
 @pytest.mark.parametrize("arguments, command", [
     (["train", "STAGE=3", "NPROC=256"], "-m harness.training.launch 256 stage3_gradbuffer/train.py"),
-    (["diff", "A=2"], "-m harness.publishing.stages diff 2 3"), (["diff"], "-m harness.publishing.stages diff 1 2"),
+    (["diff", "A=2"], f"{STAGES[1]}/optimizer.py {STAGES[2]}/optimizer.py"),
+    (["diff"], f"{STAGES[0]}/optimizer.py {STAGES[1]}/optimizer.py"),
     (["grade", "STAGE=stage4_overlap.optimizer"], "-m grade stage4_overlap.optimizer"), (["show", "STAGE=0"], "show 0"),
     (["bench", "STAGE=9"], "bench.py --json measured/bench.json"),
     (["bench", "WHAT=network", "RATE=9gbit"],
@@ -59,6 +61,17 @@ def test_a_wrong_variable_of_make_is_one_line_before_an_environment_is_made(argu
 def test_a_right_variable_of_make_is_taken(arguments, command):
     ended = make(*arguments)
     assert ended.returncode == 0 and command in ended.stdout, ended.stderr
+
+
+def test_make_diff_shows_what_changes_in_the_files_of_a_core_and_in_no_other_file(tmp_path):
+    """In a folder without .git, as a download is. From stage 1 to 2 only `sync_params` and the docstring change."""
+    for stage in STAGES:
+        (tmp_path / stage).symlink_to(ROOT / stage)
+    texts = [subprocess.check_output(["make", "-f", ROOT / "Makefile", "diff", f"A={stage}"], cwd=tmp_path, text=True)
+             for stage in (1, 3)]
+    assert re.findall(r"^[-+]{3} .*/(\w+)", "".join(texts), re.MULTILINE) == [
+        *["optimizer"] * 4, "buffer", "buffer", "null", "transport"]
+    assert re.findall(r"^.(?:    )?def (\w+)", texts[0], re.MULTILINE) == ["sync_params", "step"]  # step: a line below
 
 
 OPTIONS = {  # program -> its main, and what is wrong: options, and words of the line that says so

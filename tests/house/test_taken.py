@@ -134,5 +134,5 @@ def test_the_contract_and_no_other_test_is_run_on_a_package_that_was_taken(tmp_p
     ("4", "no-name", "TO=no-name: its last part must be a name that Python can import"),
     ("4", "guard", "TO=guard is there already: remove it first, or take another name")])
 def test_what_cant_be_taken_is_refused_in_a_line(stage, to, line):
-    run = run_module("harness.publishing.stages", "take", stage, to)
+    run = run_module("harness.publishing.stages", stage, to)
     assert (run.code, run.stderr) == (2, f"take: {line}\n")
