@@ -1,7 +1,8 @@
 """Plays rank 0 of d ranks in one process, without memory or network, to count bytes and list events.
 
 A row is a way to train, by its name in harness/training/rows.py. A dry run trains a row for two steps, on tensors that
-have sizes and no memory, so nothing is computed and nothing is sent. Stages run as their cores, without guards.
+have sizes and no memory, so nothing is computed and nothing is sent. Stages run as their cores, without the guards that
+refuse wrong use.
 """
 
 import functools
@@ -63,7 +64,9 @@ class Recorded(NamedTuple):
         return sum(self.held.values()) / self.numel
 
 
-WORKS_ALIVE = 64  # of the last launches: torch's C++ loses a work whose Python object is gone
+# A work is what torch returns for a collective in flight: a rank waits on it. DryRun keeps so many of the last works,
+# because torch's C++ loses a work whose Python object is gone.
+WORKS_KEPT = 64
 FP32_BYTES = 4
 
 
@@ -72,7 +75,7 @@ class DryRun(Memory):
 
     def __init__(self):
         super().__init__()
-        self.last_works = deque(maxlen=WORKS_ALIVE)  # FakeWorks
+        self.last_works = deque(maxlen=WORKS_KEPT)  # FakeWorks
         self.ledger = Ledger()  # knows the kind and the bytes of a collective from its arguments
         self.begin_step(0)
 
@@ -80,16 +83,16 @@ class DryRun(Memory):
     _should_skip_dynamo = classmethod(lambda cls: False)
 
     def begin_step(self, number):
-        self.number = number
-        self.phase = "forward"  # whoever trains sets the next phases
-        self.events = []
+        self.number = number  # of the step
+        self.phase = "forward"  # `record` sets the next phases
+        self.events = []  # of this step
         self.awaited_by_ddp = []  # (step, index) of launches for which DDP waits at the end of the backward pass
-        self.n_launched = 0
+        self.n_launched = 0  # collectives of this step
         self.reset_peak()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.namespace == "prim":  # asks for a property
+        if function.namespace == "prim":  # asks for a property of a tensor
             return function(*args, **kwargs)
         names = [argument.name for argument in function._schema.arguments]
         arguments = {**dict(zip(names, args)), **kwargs}
@@ -128,7 +131,7 @@ class DryRun(Memory):
 
 
 class FakeWork(dist.Work):
-    """Stands for the collective that a DryRun launches. Nothing is sent; a call of `wait` becomes an event."""
+    """Is the work of a collective that a DryRun launches. A call of `wait` becomes an event."""
 
     def __init__(self, dry_run, tensors):
         super().__init__()
@@ -144,7 +147,7 @@ class FakeWork(dist.Work):
         return True
 
     def is_completed(self):
-        """Return whether two more collectives were launched since: then this one counts as arrived, without a wait."""
+        """Return whether two more collectives were launched since, or a step began: then this one counts as arrived."""
         second_last_launch = (self.dry_run.number, self.dry_run.n_launched - 2)
         self.has_arrived = self.step_and_index < second_last_launch
         return self.has_arrived
@@ -183,7 +186,7 @@ def bytes_touched(function, arguments, result):
 
 
 def core_class(package, name="DistributedOptimizer"):
-    """Stand in for rows.optimizer_class: return the core of a stage or a variant, which has no guard."""
+    """Stand in for rows.optimizer_class, which returns the class with that name: return the core of the package."""
     module = f"{package}.optimizer" if package.startswith("stage") else package
     return importlib.import_module(module).ShardedOptimizer
 
@@ -199,7 +202,7 @@ def assign_to_buckets(cap_mb):
     else:
         limits = [int(cap_mb * 2**20)]
 
-    def assign(params, _, are_sparse):
+    def assign(params, limits_of_step_1, are_sparse):
         """Fill buckets from the last parameter on, whose gradient comes first, and return the first bucket last."""
         buckets, sizes = torchs_assignment(params[::-1], limits, are_sparse[::-1])
         last = len(params) - 1
@@ -244,12 +247,13 @@ def cost_of(config, dtype, batch_size, sequence_length):
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(drop_grad)
         tokens, targets = torch.zeros(2, batch_size, sequence_length, dtype=torch.int64)
-        bytes_before = dry_run.live
+        bytes_before = dry_run.live  # of the model
         dry_run.reset_peak()
         model(tokens, targets).backward()
         numel = sum(param.numel() for param in model.parameters())
-    # Causal attention counts like full attention, as in most published figures.
-    attention_flops = 4 * config.n_layers * sequence_length * config.width / config.tensor_parallel  # of a token
+    # A token takes 2 FLOPs per parameter, and those of attention. Causal attention counts like full attention, as in
+    # most published figures.
+    attention_flops = 4 * config.n_layers * sequence_length * config.width / config.tensor_parallel
     return Cost(dry_run.peak - bytes_before, batch_size * sequence_length * (2 * numel + attention_flops))
 
 
@@ -321,8 +325,8 @@ def record(row_id, config, d, cost=Cost(), transport=None):
 def held_by(memory, training):
     """Return {kind: bytes} after a step. Buffers, of buckets in flight, are what is of no other kind."""
     params = list(training.model.parameters())
-    inner = getattr(training.optimizer, "optimizer", training.optimizer)
-    stepped = [param for group in inner.param_groups for param in group["params"]]  # main parameters, or those of model
+    inner = getattr(training.optimizer, "optimizer", training.optimizer)  # the AdamW inside a stage, or AdamW itself
+    stepped = [param for group in inner.param_groups for param in group["params"]]  # where there are, main parameters
     memory.mark("parameters", params)
     mark_grads(memory, params + stepped)
     memory.mark("main parameters", stepped)  # what has a kind already keeps it

@@ -91,7 +91,7 @@ def make_report(args, config, workers):
         each = replay(counted.events, hardware, MICRO_BATCHES, exchange_each=True)
         rows.append(PlanRow(row_id.base, counted, step, once, each))
     buckets = f"buckets of {bucket_mb:g} MiB"
-    n_fitting = len([row for row in rows if row.counted.peak <= DEVICE_BYTES])
+    n_fitting = sum(row.counted.peak <= DEVICE_BYTES for row in rows)
     sheets = {"memory": memory_sheet(args, rows, buckets, cost.activations),
               "time": time_sheet(args, rows, buckets, hardware)}
     return Report(made_here(), sheets, figures={"fitting": f"{n_fitting}"})
