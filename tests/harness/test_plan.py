@@ -139,7 +139,9 @@ def test_the_program_prints_and_saves_its_tables(tmp_path):
     run = run_module("harness.planning.plan", "--model", "nano", "--sequence-length", "64", "--world", "16",
                      "--bucket-cap-mb", "0.02", "--json", tmp_path / "plan.json")
     assert run.code == 0, run.stderr
-    sheets = from_json((tmp_path / "plan.json").read_text(encoding="utf-8")).sheets
+    report = from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    sheets = report.sheets
+    assert report.figures == {"fitting": f"{len(plan.ROWS['bf16'])}"}
     assert list(sheets) == ["memory", "time"] and "A step of nano on 16 x h100, buckets of 0.02 MiB" in run.stdout
     held = {kind: sheets["memory"].numbers(kind)["stage 4 bf16"] for kind in ("parameters", "buffers")}
     assert held["buffers"] < held["parameters"]  # two buckets of the default size would hold twice as much
