@@ -115,7 +115,7 @@ def test_bytes_a_parameter_are_those_of_the_formula(name, row, formula, d):
     counted = record(RowId(row), MODELS["tiny"], d)
     b = counted.held["buffers"] / counted.numel
     expected = eval(formula, {"d": d, "b": b})
-    assert sum(counted.held.values()) / counted.numel == pytest.approx(expected, rel=0.01)
+    assert counted.bytes_per_param == pytest.approx(expected, rel=0.01)
     assert (b > 0) == name.startswith("stage 4")
 
 
