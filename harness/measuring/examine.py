@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.measuring.ledger import COLLECTIVE_NAMESPACES, Ledger
 from harness.measuring.memory import Memory
-from harness.publishing.pictures import Message, RecordedStep, length, most_alive, overlap, union
+from harness.publishing.pictures import Message, RecordedStep, length, overlap, union
 from harness.publishing.tables import Made, made_here
 from harness.ranks.exchange import in_place_of_gloos
 from harness.training import corpus, rows
@@ -257,7 +257,7 @@ def clip(training, max_norm):
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
 
 
-# ------------------------------ What is in a step: when does a rank compute, when do messages travel, what is in memory
+# ---------------------------------------------- What is in a step: when does a rank compute, when do messages travel?
 
 
 GAP_S = 0.0005  # Python needs less time between two operators; waiting for another rank takes more
@@ -265,18 +265,12 @@ RECORDED_STEPS = 6  # step 0 isn't shown: unlike the others, it doesn't wait for
 
 
 class Recorder(Ledger):
-    """Is a ledger that also lists when operators ran, the phases of the steps, and the bytes that were alive.
+    """Is a ledger that also lists when operators ran, and the phases of the steps, in seconds of time.perf_counter."""
 
-    `busy`: [[start, end], …] in seconds of time.perf_counter, in order. `phases`: [(name, start, end), …]. `live`:
-    [(time, bytes alive from then on), …]. Use it inside `with memory:`, which counts these bytes.
-    """
-
-    def __init__(self, memory):
+    def __init__(self):
         super().__init__()
-        self.memory = memory
-        self.busy = []
-        self.phases = []
-        self.live = [(time.perf_counter(), memory.live)]
+        self.busy = []  # [start, end] of operators between which there is no gap, in order
+        self.phases = []  # (name, start, end)
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -288,9 +282,6 @@ class Recorder(Ledger):
         start = time.perf_counter()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         end = time.perf_counter()
-        live = self.memory.live
-        if live != self.live[-1][1]:
-            self.live.append((end, live))
         if function.namespace in COLLECTIVE_NAMESPACES:
             return result
         if self.busy and start - self.busy[-1][1] < GAP_S:
@@ -304,25 +295,23 @@ class Recorder(Ledger):
 def record(rank, settings, row_id):
     """Record steps on a CPU, with no barrier between them. Returns this rank's RecordedStep of median length."""
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
-    with Memory(rank.device) as memory:
-        training = make_training(rank, settings, row_id)
-        for batch in batches:
-            training.step(batch)
+    training = make_training(rank, settings, row_id)
+    for batch in batches:
+        training.step(batch)
+    training.finish()
+    dist.barrier()
+    with Recorder() as recorder:
+        for number in range(RECORDED_STEPS):
+            with recorder.phase("forward"):
+                loss = training.forward(*batches[number % len(batches)])
+            with recorder.phase("backward"):
+                loss.backward()
+            with recorder.phase("step"):
+                training.update()
+                training.zero_grad()
         training.finish()
-        dist.barrier()
-        with Recorder(memory) as recorder:
-            for number in range(RECORDED_STEPS):
-                with recorder.phase("forward"):
-                    loss = training.forward(*batches[number % len(batches)])
-                with recorder.phase("backward"):
-                    loss.backward()
-                with recorder.phase("step"):
-                    training.update()
-                    training.zero_grad()
-            training.finish()
     messages = [Message(entry.kind, entry.size, entry.launched_at, entry.completed_at) for entry in recorder.entries]
-    recording = Recording(recorder.phases, recorder.busy, messages, recorder.live)
-    return recorded_step(recording, median_step(recorder.phases))
+    return recorded_step(Recording(recorder.phases, recorder.busy, messages), median_step(recorder.phases))
 
 
 class Recording(NamedTuple):
@@ -330,7 +319,6 @@ class Recording(NamedTuple):
     phases: list  # (name, start, end) of each phase; a step has three
     busy: list  # spans in which the rank computes, (start, end), disjoint and in order
     messages: list  # of Messages
-    live: list  # (time, bytes alive from then on)
 
 
 def span_of(phases, number):
@@ -373,5 +361,4 @@ def recorded_step(recording, number):
                 for name, began, ended in recording.phases[3 * number : 3 * number + 3]],
         busy=[(since_start(began), since_start(ended)) for began, ended in busy],
         communication=[message._replace(start=since_start(message.start), end=since_start(message.end))
-                       for message in messages],
-        memory=most_alive(recording.live, start, end))
+                       for message in messages])

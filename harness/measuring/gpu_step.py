@@ -198,7 +198,7 @@ def recorded_by_profiler(training, link, batch):
 
 
 def shown_step(kernels, carried):
-    """Return SHOWN_STEP as a RecordedStep, without memory. `kernels`: [(name, start, end), …], in ns.
+    """Return SHOWN_STEP as a RecordedStep. `kernels`: [(name, start, end), …], in ns.
 
     Kernels called "spin" are marks of phases, or messages on the played link. `carried`: (kind, bytes) of the messages.
     """
@@ -216,9 +216,9 @@ def shown_step(kernels, carried):
     phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))  # a phase ends where the next one begins
     sent = [(start, end) for start, end in spins if end - start >= MARK_S]
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
-    step = recorded_step(Recording(phases, union(busy), messages, live=[]), SHOWN_STEP)
+    step = recorded_step(Recording(phases, union(busy), messages), SHOWN_STEP)
     with_gaps_closed = union((start, end + GAP_S) for start, end in step.busy)
-    return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed], memory=[])
+    return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed])
 
 
 def overlap_sheet(rows):

@@ -187,7 +187,7 @@ BLOCKS = {
     "small": lambda: block("small.json", "small"),
     "faults": lambda: block("faults.json", "faults"),
     "cuda": lambda: block(GPU_FILE, "overlap", "host"),
-    "plan": lambda: f"{block(PLAN, 'memory', 'time', 'ranks', 'sizes')}\n\n{block(PLAN_70B, 'time')}",
+    "plan": lambda: f"{block(PLAN, 'memory', 'time')}\n\n{block(PLAN_70B, 'time')}",
     "plan_check": lambda: block(PLAN, "published"),
     "losses": losses,
 }
@@ -197,10 +197,6 @@ def drawn_of_links(key):
     """Return the raw numbers of the links whose files have `key` among them, the slowest link first."""
     drawn = [load(name).drawn for name in files_of_links(RATES)]
     return [of_link for of_link in drawn if key in of_link]
-
-
-def steps_of(drawn):
-    return pictures.svg(*pictures.read_steps(drawn))
 
 
 def network():
@@ -217,8 +213,7 @@ PICTURES = {
     "network.svg": network,
     "curve.svg": lambda: pictures.curve(drawn_of_links("curve")),
     "buckets.svg": lambda: pictures.sweeps(drawn_of_links("sweep")),
-    "gpu_overlap.svg": lambda: steps_of(load(GPU_FILE).drawn),
-    "plan.svg": lambda: steps_of(load(PLAN).drawn),
+    "gpu_overlap.svg": lambda: pictures.svg(*pictures.read_steps(load(GPU_FILE).drawn)),
     "same_bits.svg": lambda: pictures.differences(load("losses.json").drawn["differences"]),
 }
 PICTURES |= {name.replace(".svg", "_dark.svg"): lambda draw=draw: pictures.in_dark(draw())

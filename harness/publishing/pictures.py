@@ -1,11 +1,11 @@
-"""Draws recorded steps, and curves, from raw numbers: as SVG, by matplotlib.
+"""Draws recorded steps, and curves, as SVG, by matplotlib.
 
-Only this file reads raw numbers of a Report; everything else that pages show is a finished table.
+A program that measures saves a Report in results/, with finished tables and, under `drawn`, with raw numbers. Only this
+file reads the raw numbers.
 """
 
 import importlib.util
 import io
-import itertools
 import re
 from typing import NamedTuple
 
@@ -13,25 +13,24 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """A collective, or one side of a send. `bytes` of the full tensor; times in seconds from the start of the step."""
-    kind: str
-    bytes: int
-    start: float
-    end: float
+    """A collective, or one rank's part of a send from rank to rank."""
+    kind: str  # of the collective, or "send" or "recv"
+    bytes: int  # of the full tensor
+    start: float  # when the message was launched, in seconds from the start of the step
+    end: float  # when it had arrived
 
 
 class RecordedStep(NamedTuple):
     """One step on one rank. A span is (start, end), in seconds from the start of the step."""
     exposed_seconds: float  # in which messages are in flight, and the rank doesn't compute
     seconds: float
-    phases: list  # of (name, start, end)
-    busy: list  # spans in which the rank computes
+    phases: list  # (name, start, end) of "forward", "backward" and "step"
+    busy: list  # spans in which the rank computes, disjoint and in order
     communication: list  # of Messages
-    memory: list = ()  # the most bytes that were alive in each of MEMORY_PARTS equal parts
 
 
 def read_steps(drawn):
-    """Return ([(name, RecordedStep)], title) from what `to_draw` has saved."""
+    """Return ([(name, RecordedStep)], title) from what `to_draw` has made."""
     steps = []
     for name, fields in drawn["steps"].items():
         step = RecordedStep(*fields)
@@ -41,29 +40,8 @@ def read_steps(drawn):
 
 
 def to_draw(steps, title):
-    """Return the dict that a Report saves, as `drawn`, for a picture of [(name, RecordedStep)] under `title`."""
+    """Return what a Report saves under `drawn` for a picture of [(name, RecordedStep)] with that title."""
     return {"steps": dict(steps), "title": title}
-
-
-MEMORY_PARTS = 200  # equal parts of a step; each keeps its largest value, so a picture never loses a peak
-
-
-def most_alive(live, start, end):
-    """Return the most bytes alive in each of MEMORY_PARTS equal parts of a step.
-
-    live: [(time, bytes alive from then on), …]. start, end: times of the step.
-    """
-    def part_at(time):
-        return int((time - start) / (end - start) * MEMORY_PARTS)
-
-    parts = [0] * MEMORY_PARTS
-    for (since, n_bytes), (until, _) in itertools.pairwise([*live, (end, 0)]):
-        if since < end and until > start:
-            first = max(part_at(since), 0)
-            last = min(part_at(until), MEMORY_PARTS - 1)
-            for i in range(first, last + 1):
-                parts[i] = max(parts[i], n_bytes)
-    return parts
 
 
 def union(spans):
@@ -78,9 +56,11 @@ def union(spans):
 
 
 def overlap(spans, other_spans):
-    """Return the spans that lie in both lists of disjoint spans."""
-    common = ((max(start, other_start), min(end, other_end))
-              for start, end in spans for other_start, other_end in other_spans)
+    """Return what two lists of disjoint spans have in common, as spans."""
+    common = []
+    for start, end in spans:
+        for other_start, other_end in other_spans:
+            common.append((max(start, other_start), min(end, other_end)))
     return [(start, end) for start, end in common if start < end]
 
 
@@ -92,135 +72,132 @@ def length(spans):
 # ------------------------------------------------------------------------------------------------------------ Pictures
 
 
-# For matplotlib: an SVG keeps text as text, and the same data give the same file.
+# Settings of matplotlib: an SVG keeps text as text, and the same data give the same file.
 RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
       "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
       "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": False,
       "grid.color": "#888888", "grid.alpha": 0.25, "xtick.color": "#888888", "ytick.color": "#888888",
       "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
       "figure.constrained_layout.use": True}
-# Ending of a file's name -> its style. GitHub's theme needn't be the system's, so a page's <picture> names both files.
-STYLES = {"": "<style>text{fill:#444!important}</style>", "_dark": "<style>text{fill:#bbb!important}</style>"}
+# Every picture has a file for light pages and one for dark pages, with text of another colour.
+LIGHT_STYLE = "<style>text{fill:#444!important}</style>"
+DARK_STYLE = "<style>text{fill:#bbb!important}</style>"
 
 
 def can_draw():
-    """Return whether matplotlib is installed; without it there are tables alone."""
+    """Return whether matplotlib is installed. Programs that only measure don't need it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def panels(n_rows, n_columns, inches):
-    """Make a figure; return it, and its panels in a list."""
+    """Return a figure of (width, height) inches, and the list of its panels, which matplotlib calls axes."""
     import matplotlib
-    from matplotlib.figure import Figure  # a program that only measures doesn't need it: see `can_draw`
+    from matplotlib.figure import Figure  # here, because a program that only measures imports this file too
     matplotlib.rcParams.update(RC)
     figure = Figure(figsize=inches)
-    return figure, list(figure.subplots(n_rows, n_columns, sharex=n_rows > 1, squeeze=False).flat)
+    table_of_panels = figure.subplots(n_rows, n_columns, sharex=n_rows > 1, squeeze=False)
+    return figure, list(table_of_panels.flat)
 
 
 def drawn_as_svg(figure):
     """Return a figure as SVG, for a light page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
-    text = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", file.getvalue())  # a hundredth is invisible
+    text = re.sub(r"\d+\.\d{3,}", with_two_decimals, file.getvalue())
     text = re.sub(r"\n(?=[MLCQz\"])", " ", text)  # puts each path on one line
-    text = text.replace("<defs>", f"{STYLES['']}<defs>", 1)
+    text = text.replace("<defs>", f"{LIGHT_STYLE}<defs>", 1)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def with_two_decimals(match):
+    """Return a number that was matched, rounded: a hundredth of a point is invisible."""
+    return f"{float(match[0]):.2f}"
 
 
 def in_dark(svg):
     """Return a picture of `drawn_as_svg` for a dark page."""
-    return svg.replace(STYLES[""], STYLES["_dark"])
+    return svg.replace(LIGHT_STYLE, DARK_STYLE)
 
 
-PARAMETERS = ("all_gather", "broadcast")
-EXCHANGED = ("send", "recv")  # gradients or parameters, in the exchange that replaces collectives: exchange.py
+# Kinds of messages. Sends replace gloo's collectives on CPUs (harness/ranks/exchange.py), and carry either.
+CARRY_PARAMETERS = ("all_gather", "broadcast")
+CARRY_EITHER = ("send", "recv")
 
 
 def lanes(step):
-    """Return the spans to draw: [("computes", spans), ("gradients", spans), ("parameters", spans)].
+    """Return the bars to draw, (start, end, colour) in {"computes": bars, "gradients": bars, "parameters": bars}.
 
-    A span is (start, end, name of the colour: the phase or the lane). A message's span starts when the message was
-    launched, or when the message before it in the lane had arrived, if that is later.
+    `colour`: a key of COLOURS. A message's bar starts when the message was launched, or when the message before it in
+    the lane had arrived, if that is later.
     """
-    computes = []
+    bars = {"computes": [], "gradients": [], "parameters": []}
     for phase, phase_start, phase_end in step.phases:
-        computes += [(start, end, phase) for start, end in overlap([(phase_start, phase_end)], step.busy)]
-    messages = {"gradients": [], "parameters": []}
+        for start, end in overlap([(phase_start, phase_end)], step.busy):
+            bars["computes"].append((start, end, phase))
     free_at = {"gradients": 0, "parameters": 0}  # when the last message in the lane has arrived
     for message in sorted(step.communication, key=lambda message: message.end):
-        lane = carries(step, message)
+        lane = carried_by(message, step)
         start = max(message.start, free_at[lane])
         free_at[lane] = max(message.end, start)
         if start < step.seconds:  # a message may arrive in the next step
-            messages[lane].append((start, free_at[lane], lane))
-    return [("computes", computes), *messages.items()]
+            bars[lane].append((start, free_at[lane], lane))
+    return bars
 
 
-def carries(step, message):
-    """Return "parameters" or "gradients".
+def carried_by(message, step):
+    """Return what a message carries, "parameters" or "gradients".
 
-    A send or recv carries parameters in the forward pass, and after the inner optimizer's update. No record marks the
-    update; it is taken to be the longest span of computing in the phase "step" that starts before the last launch.
+    A send or recv carries parameters in the forward pass, and after AdamW's update. No record marks the update; it is
+    taken to be the longest span of computing in the phase "step" that starts before the last launch.
     """
-    if message.kind not in EXCHANGED:
-        return "parameters" if message.kind in PARAMETERS else "gradients"
+    if message.kind not in CARRY_EITHER:
+        return "parameters" if message.kind in CARRY_PARAMETERS else "gradients"
     phases = {name: (start, end) for name, start, end in step.phases}
-    last_launch = max(sent.start for sent in step.communication)
-    computed = [(start, end) for start, end in overlap([phases["step"]], step.busy) if start < last_launch]
-    update_start, _ = max(computed, key=lambda span: length([span]), default=phases["step"])
     forward_start, forward_end = phases["forward"]
-    is_forward = forward_start <= message.start < forward_end
-    return "parameters" if is_forward or message.start >= update_start else "gradients"
-
-
-def scales(rows):
-    """Return the longest step in seconds, and the most bytes that any row held (1 if none has memory)."""
-    longest = max(step.seconds for _, step in rows)
-    most_bytes = max(max(step.memory, default=0) for _, step in rows)
-    return longest, most_bytes or 1
+    if forward_start <= message.start < forward_end:
+        return "parameters"
+    last_launch = max(message.start for message in step.communication)
+    computed = [(start, end) for start, end in overlap([phases["step"]], step.busy) if start < last_launch]
+    update_start, _ = max(computed, key=lambda span: span[1] - span[0], default=phases["step"])
+    return "parameters" if message.start >= update_start else "gradients"
 
 
 def caption(step):
-    """Say in a sentence what a row's picture shows."""
-    sent = union((message.start, message.end) for message in step.communication)
-    hidden = length(overlap(sent, step.busy))
+    """Say in a sentence what the picture of a step shows."""
+    in_flight = union((message.start, message.end) for message in step.communication)
+    hidden = length(overlap(in_flight, step.busy))
     return (f"{step.seconds * 1000:.0f} ms; for {hidden * 1000:.0f} the network is busy while the rank computes, for "
             f"{step.exposed_seconds * 1000:.0f} while it waits")
 
 
 COLOURS = {"forward": "#4a90d9", "backward": "#2a5f9e", "step": "#d9822b", "gradients": "#3a9d5d",
-           "parameters": "#b04a9d", "memory": "#c9a227"}
-WORDS = {"forward": "computes: forward", "gradients": "gradients travel", "parameters": "parameters travel",
-         "memory": "memory held"}
+           "parameters": "#b04a9d"}
+WORDS = {"forward": "computes: forward", "backward": "backward", "step": "step", "gradients": "gradients travel",
+         "parameters": "parameters travel"}  # in the legend
+LANE_HEIGHT = 0.85  # of 1
 
 
-def svg(rows, title):
-    """Draw `rows`, [(name, RecordedStep), …], as SVG.
-
-    Each row has a panel: a lane for computing, one for gradients, one for parameters, and memory below them.
-    """
-    longest, most_bytes = scales(rows)
-    figure, axes = panels(len(rows), 1, (9.6, 0.9 + 1.15 * len(rows)))
-    for axis, (name, step) in zip(axes, rows):
+def svg(steps, title):
+    """Draw `steps`, [(name, RecordedStep), …]. Each has a panel, with a lane for each key of `lanes`."""
+    longest = max(step.seconds for _, step in steps)
+    invisible = longest / 2000  # so short a gap between two bars of a colour is closed
+    figure, axes = panels(len(steps), 1, (9.6, 0.9 + 0.9 * len(steps)))
+    for axis, (name, step) in zip(axes, steps):
         axis.set_title(f"{name}: {caption(step)}")
-        for y, (_, spans) in zip((3, 2, 1), lanes(step)):
-            for kind, colour in COLOURS.items():
-                # Spans with less between them than a picture shows become one bar.
-                bars = union((max(start, 0), min(end, step.seconds) + longest / 2000)
-                             for start, end, span_kind in spans if span_kind == kind)
-                axis.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in bars], (y, 0.85),
-                                 facecolors=colour)
-        memory_in_words = ""
-        if step.memory:
-            edges = [1e3 * step.seconds * i / MEMORY_PARTS for i in range(len(step.memory) + 1)]
-            axis.stairs([0.85 * part / most_bytes for part in step.memory], edges, fill=True, color=COLOURS["memory"])
-            memory_in_words = f"memory ≤ {max(step.memory) / 1e6:.0f} MB"
-        axis.set_yticks([3.4, 2.4, 1.4, 0.4], ["computes", "gradients", "parameters", memory_in_words])
-        axis.set(xlim=(0, 1e3 * longest), ylim=(0, 3.9))
+        bars_of_lane = lanes(step)
+        heights = range(len(bars_of_lane))[::-1]  # the first lane is the highest
+        for y, bars in zip(heights, bars_of_lane.values()):
+            for colour, code in COLOURS.items():
+                joined = union((max(start, 0), min(end, step.seconds) + invisible)
+                               for start, end, bar_colour in bars if bar_colour == colour)
+                in_ms = [(1000 * start, 1000 * (end - start)) for start, end in joined]
+                axis.broken_barh(in_ms, (y, LANE_HEIGHT), facecolors=code)
+        axis.set_yticks([y + LANE_HEIGHT / 2 for y in heights], list(bars_of_lane))
+        axis.set(xlim=(0, 1000 * longest), ylim=(0, len(bars_of_lane) - 0.1))
     axes[-1].set_xlabel("ms")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
-    handles = [axes[0].broken_barh([], (0, 1), facecolors=colour) for colour in COLOURS.values()]
-    figure.legend(handles, [WORDS.get(kind, kind) for kind in COLOURS], ncols=6, loc="outside lower left")
+    handles = [axes[0].broken_barh([], (0, 1), facecolors=code) for code in COLOURS.values()]
+    figure.legend(handles, [WORDS[colour] for colour in COLOURS], ncols=5, loc="outside lower left")
     return drawn_as_svg(figure)
 
 
@@ -230,29 +207,31 @@ def svg(rows, title):
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
-# of_links: what the Report on each link has under `drawn`, the slowest link first. It is a dict of rate (in words),
-# bits_per_second, curve ({method: time per step / time of computing alone, or None}), sizes (of buckets, in words) and
-# sweep ({method: [(index of the size, ms per step), …]}).
+# In the next two functions a link is a dict, what its Report has under `drawn`, and the slowest link is the first:
+#   rate: in words; bits_per_second
+#   curve: {method: time per step / time of computing alone, or None where it wasn't measured}
+#   sizes: of buckets, in words; sweep: {method: [(index of the size, ms per step), …]}
 
 
-def curve(of_links):
+def curve(links):
     """Draw the time per step of each method, by the rate of the link."""
     figure, (axis,) = panels(1, 1, (7.6, 4.2))
-    rates = [drawn["bits_per_second"] for drawn in of_links]
-    for name, colour in zip(of_links[0]["curve"], CURVE_COLOURS):
-        points = {rate: drawn["curve"][name] for rate, drawn in zip(rates, of_links)
-                  if drawn["curve"][name] is not None}
+    for method, colour in zip(links[0]["curve"], CURVE_COLOURS):
+        measured = [link for link in links if link["curve"][method] is not None]
         style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
-        if name == "floor":
+        if method == "floor":
             style |= {"linestyle": "--", "marker": ""}
-        if name == "replicated":  # stage 3's line lies on it
+        if method == "replicated":  # stage 3's line lies on it
             style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
-        axis.plot(list(points), list(points.values()), color=colour, label=name, **style)
+        axis.plot([link["bits_per_second"] for link in measured], [link["curve"][method] for link in measured],
+                  color=colour, label=method, **style)
+    rates = [link["bits_per_second"] for link in links]
     axis.set(xscale="log", yscale="log", xlim=(rates[0] / 1.05, rates[-1] * 1.05),
              title="What communication adds to a step, on two hosts", xlabel="rate of the link",
              ylabel="time per step / time of computing alone")
-    axis.set_xticks(rates, [drawn["rate"].replace(" ", "\n") for drawn in of_links])
-    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= axis.get_ylim()[1]]
+    axis.set_xticks(rates, [link["rate"].replace(" ", "\n") for link in links])
+    _, highest = axis.get_ylim()
+    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 10) if tick <= highest]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.grid(True)
@@ -260,15 +239,15 @@ def curve(of_links):
     return drawn_as_svg(figure)
 
 
-def sweeps(of_links):
+def sweeps(links):
     """Draw ms per step by size of bucket, a panel for each link."""
-    figure, axes = panels(1, len(of_links), (5 * len(of_links), 3.4))
-    for axis, drawn in zip(axes, of_links):
-        for (name, points), colour in zip(drawn["sweep"].items(), ("#3a9d5d", "#4a90d9")):
-            x, y = zip(*points)
-            axis.plot(x, y, "o-", color=colour, label=name, markersize=4)
-        axis.set_xticks(range(len(drawn["sizes"])), drawn["sizes"])
-        axis.set(title=f"{drawn['rate']}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
+    figure, axes = panels(1, len(links), (5 * len(links), 3.4))
+    for axis, link in zip(axes, links):
+        for (method, points), colour in zip(link["sweep"].items(), ("#3a9d5d", "#4a90d9")):
+            indices, ms = zip(*points)
+            axis.plot(indices, ms, "o-", color=colour, label=method, markersize=4)
+        axis.set_xticks(range(len(link["sizes"])), link["sizes"])
+        axis.set(title=f"{link['rate']}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
         axis.grid(axis="y")
     figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="outside lower left")
     return drawn_as_svg(figure)
@@ -285,14 +264,16 @@ def differences(by_name):
     """
     figure, (axis,) = panels(1, 1, (7.6, 3.6))
     not_zero = [difference for by_step in by_name.values() for difference in by_step if difference]
-    least = min(not_zero) / 10
+    drawn_zero = min(not_zero) / 10  # where a logarithmic axis shows 0
     for name, by_step in by_name.items():
         method, ranks = name.split(", ")
-        axis.plot(range(1, len(by_step) + 1), [max(difference, least) for difference in by_step], label=name,
+        steps = range(1, len(by_step) + 1)
+        axis.plot(steps, [max(difference, drawn_zero) for difference in by_step], label=name,
                   color=METHOD_COLOURS[method], linestyle=LINE_STYLES[ranks])
     axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
-    powers = [10.0**exponent for exponent in range(-9, 1) if 2 * least < 10.0**exponent < 2 * max(not_zero)]
-    axis.set_yticks([least, *powers], ["0", *(f"{power:.0e}" for power in powers)])
+    powers = [10.0**exponent for exponent in range(-9, 1)]
+    powers = [power for power in powers if 2 * drawn_zero < power < 2 * max(not_zero)]
+    axis.set_yticks([drawn_zero, *powers], ["0", *(f"{power:.0e}" for power in powers)])
     axis.minorticks_off()
     axis.grid(True)
     figure.legend(loc="outside right upper")

@@ -13,6 +13,7 @@ import torch
 from harness import STAGE_3, STAGE_4, STAGES
 from harness.planning.alone import STATES, record
 from harness.training.options import MODELS
+from harness.training.rows import RowId
 from stage3_gradbuffer import DistributedOptimizer
 from tests.common import batch, error_of, on_its_device, on_ranks, optimizer_of
 from tests.pairs import ADAMW, sgd_of
@@ -108,13 +109,13 @@ def test_unscale_that_sees_no_gradient_is_refused(rank, stage):
 
 
 @pytest.mark.parametrize("d", [2, 64])
-@pytest.mark.parametrize("name, row_id, formula", STATES)
-def test_bytes_a_parameter_are_those_of_the_formula(name, row_id, formula, d):
+@pytest.mark.parametrize("name, row, formula", STATES)
+def test_bytes_a_parameter_are_those_of_the_formula(name, row, formula, d):
     """Stage 4 holds two bucket buffers besides: b."""
-    counted = record(row_id, MODELS["tiny"], d)
+    counted = record(RowId(row), MODELS["tiny"], d)
     b = counted.held["buffers"] / counted.numel
     expected = eval(formula, {"d": d, "b": b})
-    assert sum(counted.held.values()) / counted.numel == pytest.approx(expected, rel=0.01)
+    assert counted.bytes_per_param == pytest.approx(expected, rel=0.01)
     assert (b > 0) == name.startswith("stage 4")
 
 
