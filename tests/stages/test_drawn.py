@@ -1,8 +1,8 @@
 """Calls methods of an optimizer in an order that is drawn, and compares with one process that has all data.
 
 Other tests call one or two of these methods. On one or two ranks half of the draws are equal to the bit; in the others,
-calls add up gradients in another order than one process does. A failure names the seed, which draws the same calls again, and the
-calls.
+calls add up gradients in another order than one process does. A failure names the calls, and the seed, which draws the
+same calls again.
 """
 
 import copy
