@@ -105,6 +105,7 @@ class SummingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path, mode):
+        """Open a file. Note its size and checksum when it is complete, or raise the error of the disk."""
         with SummedFile(io.FileIO(path, mode)) as stream:
             try:
                 yield stream
@@ -114,6 +115,7 @@ class SummingFileSystem(FileSystem):
             self.sums[Path(path).name] = stream.n_bytes, stream.crc
 
     def rename(self, path, new_path):
+        """Rename a file, also in `sums`: DCP writes `.metadata` under another name first."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 

@@ -62,6 +62,7 @@ class ByParameter(MutableMapping):
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
+        """Return the state of `param`, with the names of entries that this rank hasn't."""
         state = {} if param in self.foreign_params else self.inner.state[self._accessed_key(param)]
         names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
         missing = [name for name in names if not state or name == MAIN_PARAM]

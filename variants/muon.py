@@ -64,7 +64,7 @@ class UnevenExchange(Exchange, UnevenTransport):
     """Exchanges gradients, to sum them in fp32 on NCCL, and gathers parameters as UnevenTransport does."""
 
 
-UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # stage 4's class -> ours; the third takes any lengths
+UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # class of stage 4 -> ours; GlooTransport may stay
 
 
 class WholeBucket(Bucket):
@@ -72,16 +72,16 @@ class WholeBucket(Bucket):
 
     def place(self, alignment):
         """Choose where each parameter lies: the shards follow one another, each with the parameters of its owner."""
-        owners = [self.transport.owner_of[param] for param in self.params]
+        owner_of_each = [self.transport.owner_of[param] for param in self.params]
         self.lengths = [0] * self.transport.world_size
         offsets = []  # of each parameter, in the shard of its owner
-        for tensor, owner in zip(self.tensors, owners):
+        for tensor, owner in zip(self.tensors, owner_of_each):
             offsets.append(self.lengths[owner])
             self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
         self.numel = sum(self.lengths)
         self.starts = []  # of each parameter, in the bucket
         self.ranges = []  # of this rank's parameters
-        for index, (owner, offset) in enumerate(zip(owners, offsets)):
+        for index, (owner, offset) in enumerate(zip(owner_of_each, offsets)):
             start_of_shard = sum(self.lengths[:owner])
             self.starts.append(start_of_shard + offset)
             if owner == self.transport.rank:
@@ -107,7 +107,7 @@ class WholeBuffer(BucketBuffer):
             sizes = [n_ranks * bucket.lengths[transport.rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
             self.received = self.sent.new_zeros(max(sizes))  # bytes
             for bucket, n_bytes in zip(buckets, sizes):
-                slots, sent, _ = self.places[bucket]  # stage 4's third item is too small, maybe
+                slots, sent, _ = self.places[bucket]  # the third, where stage 4 receives, may be too small
                 received = self.received[:n_bytes].view(self.wire_dtype(bucket))
                 self.places[bucket] = slots, sent, received.view(n_ranks, -1)
 
