@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -51,8 +51,9 @@ from .ranks import (
 )
 from .storage import METADATA, SUMS, LoadPlanner, Reader, SavePlanner, Writer, packed, renamed
 
-# Hyperparameters about how this process computes, so they are saved but not loaded.
-HOW_IT_COMPUTES = {"fused", "foreach", "capturable", "differentiable", "param_names"}
+# Entries of a parameter group that are saved, and that a load leaves as they are here. They say how this process
+# computes, or what this model calls its parameters.
+KEPT_OPTIONS = {"fused", "foreach", "capturable", "differentiable", "param_names"}
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # a disk can't read its own content
 
 
@@ -64,8 +65,8 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     With tensor parallelism all ranks of the mesh call this function.
 
     Args:
-        path: doesn't exist yet, and lies where all ranks can write. Until it exists there is a "….partial" beside it.
-        model: where several ranks have one value, the first rank's is saved.
+        path: doesn't exist yet, and lies where all ranks can write. Until it exists, "….partial" is beside it.
+        model: of a parameter that several ranks have, the first rank's values are saved.
         optimizer: a DistributedOptimizer of any stage, guard.chained.Chained, or a torch optimizer. Chained may have
             experts of smaller process groups if each expert has a name of its own.
         extra: anything more of this rank, such as random states: numbers, texts, bytes, tensors, dtypes, devices, and
@@ -81,30 +82,37 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
     """
     path = Path(path).absolute()
+    optimizer = unwrapped_optimizer(optimizer)
     saver = saver_for(optimizer)
+    group = saver.group
     saver.finish_last()
-    state = state_to_save(path, model, unwrapped_optimizer(optimizer), extra, asynchronous, saver.group)
-    partial = make_partial_folder(path, saver.group)
+    state = state_to_save(path, model, optimizer, extra, asynchronous, group)
+    partial = make_partial_folder(path, group)
     if asynchronous:
-        return saver.in_background(write, path, partial, state, saver.group)
-    write(path, partial, state, saver.group)
+        return saver.in_background(write, path, partial, state, group)
+    write(path, partial, state, group)
     done = Future()
     done.set_result(None)
     return done
 
 
 def unwrapped_optimizer(optimizer):
-    """Return the stage's optimizer inside a wrapper of accelerate, Lightning or Fabric. Without a wrapper: `optimizer`.
+    """Return the stage's optimizer that a wrapper of accelerate, Lightning or Fabric holds; without one, `optimizer`.
+
+    The attribute `optimizer` of a wrapper is a stage's optimizer or another wrapper; a stage's is a torch optimizer.
     """
-    wrapped = getattr(optimizer, "optimizer", None)
-    is_ours = hasattr(wrapped, "pieces") or hasattr(wrapped, "n_ranks")  # a stage's optimizer, or a Chained
-    return unwrapped_optimizer(wrapped) if is_ours else optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    is_wrapper = hasattr(inner, "pieces") or hasattr(inner, "n_ranks")  # a stage's optimizer, or a Chained, is inside
+    return unwrapped_optimizer(inner) if is_wrapper else optimizer
 
 
 def saver_for(optimizer) -> Saver:
-    """Return the Saver of all ranks that share the model, also over the meshes of DTensors. Collective."""
-    optimizer = unwrapped_optimizer(optimizer)
-    meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if isinstance(param, DTensor))
+    """Return the Saver of all ranks that share the model, also over the meshes of DTensors. Collective.
+
+    The Saver has a process group for messages between these ranks, and the thread that writes asynchronous saves.
+    """
+    dtensors = [param for param in all_params(optimizer) if isinstance(param, DTensor)]
+    meshes = dict.fromkeys(param.device_mesh for param in dtensors)  # each mesh once, in one order on all ranks
     return saver_of(getattr(optimizer, "process_group", None), meshes)
 
 
@@ -129,9 +137,12 @@ def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
 
 
 def torchs_state(model, optimizer, options=None) -> dict:
-    """Return the state_dicts of torch's get_state_dict(). If it makes a plain optimizer's first state, drop that."""
-    params_of_model = {*model.parameters()}
-    for key in [*all_params(optimizer), *optimizer.state]:
+    """Return the state_dicts of `model` and `optimizer`, as torch's get_state_dict() makes them.
+
+    Raises UnfitModel: the optimizer has a parameter, or a state of anything else, that isn't the model's.
+    """
+    params_of_model = set(model.parameters())
+    for key in [*all_params(optimizer), *optimizer.state]:  # a state's key is a parameter, but may be anything
         if key not in params_of_model:
             name = f"of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
             raise UnfitModel(f"the optimizer has a parameter or state {name:.60}, which isn't the model's: pass the "
@@ -139,7 +150,7 @@ def torchs_state(model, optimizer, options=None) -> dict:
     had_state = bool(optimizer.state)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     if not had_state:
-        optimizer.state.clear()
+        optimizer.state.clear()  # get_state_dict() has stepped a plain torch optimizer, so that it has a state
     return {"model": model_state, "optimizer": optimizer_state}
 
 
@@ -154,26 +165,29 @@ def facts_to_agree_on(path, model, optimizer, model_state) -> dict:
     parameter also the ranks that have this expert.
     """
     names = {param: name for name, param in model.named_parameters()}
-    ranks_of_experts = {}
-    for member, n_ranks in zip(getattr(optimizer, "optimizers", ()), getattr(optimizer, "n_ranks", ())):
-        if n_ranks < max(optimizer.n_ranks):
-            ranks = dist.get_process_group_ranks(member.process_group)
-            experts = [param for param in all_params(member) if not isinstance(param, DTensor)]
-            ranks_of_experts.update({names[param]: ranks for param in experts})
+    ranks_of_expert = {}  # name of a parameter -> the ranks that have this expert
+    if hasattr(optimizer, "n_ranks"):  # a Chained, which has for each of its optimizers the number of ranks
+        for member, n_ranks in zip(optimizer.optimizers, optimizer.n_ranks):
+            if n_ranks < max(optimizer.n_ranks):
+                ranks = dist.get_process_group_ranks(member.process_group)
+                for param in all_params(member):
+                    if not isinstance(param, DTensor):  # ranks in several groups have parts of one DTensor
+                        ranks_of_expert[names[param]] = ranks
     facts = {"the path": str(path), "the number of parameter groups": len(optimizer.param_groups)}
     for name, value in model_state.items():
         if isinstance(value, torch.Tensor):
-            ranks = f" of ranks {ranks_of_experts[name]}" if name in ranks_of_experts else ""
-            facts[name] = f"a tensor of shape {tuple(value.shape)}{ranks}"
+            of_ranks = f" of ranks {ranks_of_expert[name]}" if name in ranks_of_expert else ""
+            facts[name] = f"a tensor of shape {tuple(value.shape)}{of_ranks}"
     return facts
 
 
 def refuse_different(facts_of_ranks):
-    """Raise UnfitModel if two ranks have different facts of one name."""
-    rank_and_fact = {}  # name -> (the first rank that has the name, its fact)
+    """Raise UnfitModel if two ranks have different facts of one name. facts_of_ranks: the dict of each rank."""
+    first_ranks = {}  # name -> the first rank that has a fact of this name
     for rank, facts in enumerate(facts_of_ranks):
         for name, fact in facts.items():
-            first_rank, first_fact = rank_and_fact.setdefault(name, (rank, fact))
+            first_rank = first_ranks.setdefault(name, rank)
+            first_fact = facts_of_ranks[first_rank][name]
             if fact != first_fact:
                 raise UnfitModel(f"{name} is {fact} on rank {rank}, and {first_fact} on rank {first_rank}: all ranks "
                                  "must save one model to one path (a time in it comes from one rank), and each expert "
@@ -182,7 +196,7 @@ def refuse_different(facts_of_ranks):
 
 def make_partial_folder(path, group) -> Path:
     """Return the folder that gets the name `path` when it is complete. The first rank makes it. Collective."""
-    token = all_gather(secrets.token_hex(4), group)[0]
+    token, *_ = all_gather(secrets.token_hex(4), group)  # the first rank's
     partial = path.with_name(f"{path.name}.{token}.partial")
     with errors_on_all(f"checkpoint {path} can't be written", group):
         if rank_and_size(group)[0] == 0:
@@ -200,12 +214,12 @@ def write(path, partial, state, group):
         with errors_on_all(error_prefix, group):
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
         sums = {}
-        for sums_of_rank in all_gather(writer.fs.sums, group):
+        for sums_of_rank in all_gather(writer.fs.sums, group):  # of the files that each rank has written
             sums.update(sums_of_rank)
         with errors_on_all(error_prefix, group):
             if rank_and_size(group)[0] == 0:
                 finish(path, partial, sums)
-    except (CheckpointError, KeyboardInterrupt, SystemExit):  # after a time-out, other ranks may still write
+    except (CheckpointError, KeyboardInterrupt, SystemExit):  # no time-out: then other ranks may still be writing
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -219,7 +233,7 @@ def finish(path, partial, sums):
         json.dump(sums, file)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)  # refuses a folder that another program has written meanwhile
+    partial.rename(path)  # an error if another program has written a folder `path` meanwhile
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -240,12 +254,13 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         ForeignCheckpoint: it is of another model or optimizer, or has keys that nothing here uses.
         CheckpointError: anything else.
     """
-    saver = saver_for(optimizer)
     optimizer = unwrapped_optimizer(optimizer)
+    saver = saver_for(optimizer)
     group = saver.group
-    error_prefix = f"checkpoint {path} can't be loaded"
-    failing_together = functools.partial(errors_on_all, error_prefix, group, as_checkpoint_error)
-    wait([saver.last])
+    # An error in a block below becomes a CheckpointError on all ranks, when the block ends.
+    failing_together = functools.partial(errors_on_all, f"checkpoint {path} can't be loaded", group,
+                                         as_checkpoint_error)
+    wait([saver.last])  # an asynchronous save: the next save raises its error, if there is one
     with failing_together():
         reader = Reader(Path(path), *rank_and_size(group))
     with failing_together():
@@ -254,7 +269,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         options = StateDictOptions(flatten_optimizer_state_dict=is_flattened(reader.metadata))
         own_state = torchs_state(model, optimizer, options)
         state = memory_for(own_state, reader.metadata, group)
-        reader.metadata = renamed(reader.metadata, keys_in_file(state, reader.metadata))
+        stored_keys = keys_in_checkpoint(state, reader.metadata)
+        reader.metadata = renamed(reader.metadata, stored_keys)  # as if the checkpoint had the keys of `state`
     with failing_together():
         planner = LoadPlanner(keys_without_use(model))
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
@@ -266,11 +282,12 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         else:
             optimizer.load_state_dict(state["optimizer"])
         set_model_state_dict(model, state["model"])
-    return next(iter(state.get("extra", {}).values()), None)
+    (extra,) = state.get("extra", {"": None}).values()
+    return extra
 
 
 def as_checkpoint_error(error):
-    """Return `error` as the subclass of CheckpointError that it is, or `error` itself.
+    """Return the subclass of CheckpointError that `error` means, with a text; or `error`, if it means none.
 
     A value that doesn't fit means a ForeignCheckpoint. A pickle or a disk that can't be read means a DamagedCheckpoint.
     """
@@ -284,32 +301,41 @@ def as_checkpoint_error(error):
 
 
 def is_flattened(metadata):
-    """Return whether the optimizer's state has torch's flattened form, in which each parameter has hyperparameters."""
-    return any(path[0] == "optimizer" and len(path) == 2 for path in (metadata.planner_data or {}).values())
+    """Return whether the optimizer's state has torch's flattened form: one dict, whose keys name the parameters.
+
+    Each parameter then has hyperparameters of its own, such as "param_groups.layer.weight.lr".
+    """
+    # Where a value was in nested dicts: ("optimizer", "state", name, "exp_avg"); flattened, ("optimizer", a long key).
+    places = (metadata.planner_data or {}).values()
+    return any(place[0] == "optimizer" and len(place) == 2 for place in places)
 
 
 def memory_for(own_state, metadata, group) -> dict:
-    """Return a state_dict for DCP to fill: memory on the CPU for each tensor of `own_state`, and keys of other values.
+    """Return a state_dict for DCP to fill, with memory on the CPU for each tensor of `own_state`.
 
-    It has the hyperparameters that the checkpoint has, and an `extra` if the checkpoint has any.
+    Its parameter groups have the hyperparameters that the checkpoint has. It has an `extra` if the checkpoint has any.
     """
-    stored = metadata.state_dict_metadata
+    stored = metadata.state_dict_metadata  # key -> DCP's description of the value
     state = tree_map_only(torch.Tensor, empty_on_cpu, own_state)
-    memory_of = {}
+    memory_of = {}  # where a tensor of the model lies -> its memory on the CPU: tied tensors get the same
     for name, tensor in own_state["model"].items():
         if isinstance(tensor, torch.Tensor):
+            # Several elements of an expanded tensor lie in one place.
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
                 raise UnfitModel(f"{name} is expanded, so nothing can be copied into it: make it contiguous()")
-            if tensor.data_ptr():  # tied tensors get one memory
+            if tensor.data_ptr():  # 0: it has no elements, or no memory of its own
+                memory = state["model"][name]
                 place = tensor.data_ptr(), tensor.shape, tensor.stride()
-                state["model"][name] = memory_of.setdefault(place, state["model"][name])
+                state["model"][name] = memory_of.setdefault(place, memory)
     rank, n_ranks = rank_and_size(group)
-    n_extras = sum(re.fullmatch(r"extra\.\d+", key) is not None for key in stored)
+    n_extras = len([key for key in stored if re.fullmatch(r"extra\.\d+", key)])
     if n_extras:
-        state["extra"] = {str(rank if n_extras == n_ranks else 0): None}
+        source = rank if n_extras == n_ranks else 0  # the rank whose `extra` is read
+        state["extra"] = {str(source): None}
     if is_flattened(metadata):
-        state["optimizer"] = {key: value for key, value in state["optimizer"].items()
-                              if f"optimizer.{key}" in stored or not key.startswith("param_groups.")}
+        for key in list(state["optimizer"]):
+            if key.startswith("param_groups.") and f"optimizer.{key}" not in stored:
+                del state["optimizer"][key]
     else:
         numbers = range(len(own_state["optimizer"]["param_groups"]))
         state["optimizer"]["param_groups"] = [options_to_read(number, stored) for number in numbers]
@@ -322,24 +348,29 @@ def empty_on_cpu(tensor):
 
 
 def options_to_read(number, stored) -> dict:
-    """Return hyperparameter -> memory for its tensor, or None if it is no tensor, for group `number` of the checkpoint.
+    """Return a dict for DCP to fill with the hyperparameters of group `number`: memory for tensors, None for others.
+
+    stored: key in the checkpoint -> DCP's description of the value.
     """
     prefix = f"optimizer.param_groups.{number}."
     options = {}
-    for key in [key for key in stored if key.startswith(prefix)]:
-        is_tensor = not isinstance(stored[key], BytesStorageMetadata)
-        value = torch.empty(stored[key].size, dtype=stored[key].properties.dtype) if is_tensor else None
-        options[key.removeprefix(prefix)] = value
+    for key, description in stored.items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            options[name] = None
+            if isinstance(description, TensorStorageMetadata):
+                options[name] = torch.empty(description.size, dtype=description.properties.dtype)
     if "params" not in options:
-        beginnings = ", ".join(dict.fromkeys(key.partition(".")[0] for key in stored))
+        first_words = dict.fromkeys(key.partition(".")[0] for key in stored)  # each once
         raise ForeignCheckpoint(f"it has {number} parameter groups under optimizer, and more are here: its keys begin "
-                                f"with {beginnings}")
+                                f"with {', '.join(first_words)}")
     return options
 
 
-def keys_in_file(state, metadata) -> dict[str, str]:
+def keys_in_checkpoint(state, metadata) -> dict[str, str]:
     """Return key of `state` -> key in the checkpoint, for the model and for main parameters.
 
+    A main parameter is the fp32 tensor that an optimizer steps in place of a 16-bit parameter of the model.
     torchtitan has the names of the model beside "optimizer", and not under "model". If only the optimizer has main
     parameters, they are read from the checkpoint's model. If only the checkpoint has them, the model is read from them.
     A model of another dtype is also read from the main parameters, so that it is rounded once.
@@ -347,17 +378,19 @@ def keys_in_file(state, metadata) -> dict[str, str]:
     stored = metadata.state_dict_metadata
     own_keys, _ = flatten_state_dict(state)
     is_at_the_top = any(name in stored and f"model.{name}" not in stored for name in state["model"])
-    key_in_file = {}
+    stored_keys = {}
     main_key_of = {}  # id of a parameter's memory, which tied parameters share -> key of the main parameter
     for name, memory in state["model"].items():
         model_key = name if is_at_the_top else f"model.{name}"
         main_key = f"optimizer.state.{name}.main_param"
         if main_key in own_keys:
-            key_in_file[main_key] = main_key if main_key in stored else model_key
-        if main_key in stored and (main_key not in own_keys or stored[model_key].properties.dtype != memory.dtype):
-            main_key_of[id(memory)] = main_key
-        key_in_file[f"model.{name}"] = main_key_of.get(id(memory), model_key)
-    return key_in_file
+            stored_keys[main_key] = main_key if main_key in stored else model_key
+        if main_key in stored:
+            has_main_param = main_key in own_keys
+            if not has_main_param or stored[model_key].properties.dtype != memory.dtype:
+                main_key_of[id(memory)] = main_key
+        stored_keys[f"model.{name}"] = main_key_of.get(id(memory), model_key)
+    return stored_keys
 
 
 def keys_without_use(model):
@@ -367,12 +400,15 @@ def keys_without_use(model):
 
 
 def groups_to_load(state, own_state, optimizer) -> list[dict]:
-    """Return the parameter groups of the checkpoint, with this optimizer's names of parameters and HOW_IT_COMPUTES.
+    """Return the parameter groups of the checkpoint, with the names of parameters and the KEPT_OPTIONS from here.
 
+    state: filled from the checkpoint. own_state: this optimizer's.
     Raises ForeignCheckpoint: a parameter was in another group.
     """
     saved_groups = state["optimizer"]["param_groups"]
-    saved_number_of = {name: number for number, group in enumerate(saved_groups) for name in group["params"]}
+    saved_number_of = {}  # name of a parameter -> number of the group that it was in
+    for number, saved_group in enumerate(saved_groups):
+        saved_number_of.update(dict.fromkeys(saved_group["params"], number))
     groups = []
     for number, own_group in enumerate(own_state["optimizer"]["param_groups"]):
         for name in own_group["params"]:
@@ -385,9 +421,9 @@ def groups_to_load(state, own_state, optimizer) -> list[dict]:
 
 
 def with_own_options(saved_group, own_group):
-    """Return `saved_group` with the entries HOW_IT_COMPUTES of `own_group`."""
-    options = {key: value for key, value in saved_group.items() if key not in HOW_IT_COMPUTES}
-    own_options = {key: value for key, value in own_group.items() if key in HOW_IT_COMPUTES}
+    """Return the parameter group `saved_group`, but with the KEPT_OPTIONS of `own_group` in place of its own."""
+    options = {key: value for key, value in saved_group.items() if key not in KEPT_OPTIONS}
+    own_options = {key: value for key, value in own_group.items() if key in KEPT_OPTIONS}
     return {**options, **own_options}
 
 
@@ -396,6 +432,10 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     A checkpoint without such a number, such as "best", doesn't count.
     """
-    complete = {path.parent for path in Path(folder).glob(f"*/{METADATA}")
-                if path.is_file() and re.search(r"\d$", path.parent.name)}
-    return max(complete, key=lambda path: (int(re.search(r"\d+$", path.name)[0]), path.name), default=None)
+    complete = {}  # (number, name) -> path of the checkpoint
+    for metadata_path in Path(folder).glob(f"*/{METADATA}"):
+        checkpoint_path = metadata_path.parent
+        digits = re.search(r"\d+$", checkpoint_path.name)
+        if digits and metadata_path.is_file():
+            complete[int(digits[0]), checkpoint_path.name] = checkpoint_path
+    return complete[max(complete)] if complete else None

@@ -1,7 +1,7 @@
 """Gathers an optimizer's state into one dict, cuts such a dict to load it, and moves a state to other ranks.
 
-Ranks send each other pickled tensors of the CPU, the state of one parameter at a time. One rank holds the whole state,
-so save large models by files.
+The ranks send each other the state of one parameter at a time: tensors on the CPU, pickled. One rank then holds the
+whole state in memory, so save large models by files.
 """
 
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ NOT_MOVED = "the state can't be moved"
 
 @torch.no_grad()
 def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> dict[str, Any]:
-    """Return the state_dict() of the plain torch optimizer, on the first rank, or on all ranks. Collective.
+    """Return the state_dict that a plain torch optimizer would have, on the first rank, or on all ranks. Collective.
 
-    Tensors are whole, and on the CPU. Without `to_all` the other ranks get {}. For 16-bit parameters the state is in
-    fp32, and has a "main_param". With tensor parallelism all ranks of the mesh call this function.
+    Tensors are whole, and on the CPU. Unless `to_all`, other ranks than the first get {}. For 16-bit parameters the
+    state is in fp32, and has a "main_param". With tensor parallelism all ranks of the mesh call this function.
 
     Raises RuntimeError on every rank if a state can't be put together from the ranks' parts.
     """
@@ -44,74 +44,79 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
         own = own_state_dict(optimizer)
     to_rank = None if to_all else 0
     state = whole_states(own["state"], len(all_params(optimizer)), to_rank, NOT_READ, group)
-    if dist.get_rank(group) != to_rank and not to_all:
+    if not to_all and dist.get_rank(group) > 0:
         return {}
     return {"state": state, "param_groups": tree_map_only(torch.Tensor, copy_on_cpu, own["param_groups"])}
 
 
 def refuse_several_groups(optimizer):
     """Raise RuntimeError for a Chained whose optimizers have process groups of different sizes."""
-    if len({*getattr(optimizer, "n_ranks", ())}) > 1:
+    numbers = getattr(optimizer, "n_ranks", ())  # a Chained's: the number of ranks of each optimizer
+    if len(set(numbers)) > 1:
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
 def own_state_dict(optimizer):
-    """Return this rank's state_dict. Only a Chained's has entries for parameters that were never stepped."""
-    is_chained = not hasattr(optimizer, "pieces")
+    """Return this rank's state_dict, if possible without entries for parameters that were never stepped."""
+    is_chained = not hasattr(optimizer, "pieces")  # its state_dict() has such entries
     return optimizer.state_dict() if is_chained else state_dict_of(optimizer, with_fresh=False)
 
 
 def whole_states(states, n_params, to_rank, error_prefix, group):
-    """Return index -> name -> whole value, from `states`: index -> name -> this rank's part. Collective.
+    """Return {index of a parameter: {name: whole value}}. Collective.
 
-    to_rank: the rank of the group that gets the whole values; other ranks get {}. None: all ranks.
+    Args:
+        states: {index of a parameter: {name: this rank's part of the value}}.
+        to_rank: the rank of the group that gets the whole values; other ranks get {}. None: all ranks get them.
     """
-    wholes = {}
+    whole_states = {}
     for index in range(n_params):
         own_entries = tree_map_only(torch.Tensor, torch.Tensor.cpu, states.get(index, {}))
         entries_of_ranks = gather_to(own_entries, to_rank, group)
         with errors_on_all(error_prefix, group):
-            whole = {}
-            names = dict.fromkeys(name for entries in entries_of_ranks for name in entries)
-            for name in names:
-                values = [entries[name] for entries in entries_of_ranks if name in entries]
-                whole.update(whole_entry(name, values, f"{name} of parameter {index}"))
-        if whole:
-            wholes[index] = whole
-    return wholes
+            parts_of = {}  # name of an entry -> the parts that ranks have of its value
+            for entries in entries_of_ranks:
+                for name, value in entries.items():
+                    parts = parts_of.setdefault(name, [])
+                    if not isinstance(value, FlatShard) or value.local.numel():  # a FlatShard may have no element
+                        parts.append(value)
+            whole_state = {name: whole_value(parts, f"{name} of parameter {index}")
+                           for name, parts in parts_of.items() if parts}
+        if whole_state:
+            whole_states[index] = whole_state
+    return whole_states
 
 
 def gather_to(value, to_rank, group) -> list:
-    """Return the `value` of each rank, in rank order, on rank `to_rank` of the group. Other ranks get []. Collective.
+    """Return a list of the `value` of each rank, on rank `to_rank` of the group; None: on all ranks. Collective.
 
-    to_rank: None returns the values on all ranks.
+    The list is in rank order. Other ranks return [].
     """
     if to_rank is None:
         return all_gather(value, group)
-    values = [None] * dist.get_world_size(group) if dist.get_rank(group) == to_rank else None
+    values = None  # gather_object() takes a list on the rank that receives, and None on others
+    if dist.get_rank(group) == to_rank:
+        values = [None] * dist.get_world_size(group)
     dist.gather_object(value, values, group=group, group_dst=to_rank)
     return values or []
 
 
-def whole_entry(name, values, label) -> dict:
-    """Return {name: whole value on the CPU} from the `values` of the ranks; {} if no rank has an element.
+def whole_value(parts, label):
+    """Return the whole value, on the CPU, from the parts that ranks have: FlatShards, or values that aren't cut.
 
     Raises ValueError: the shards don't cover the whole value. `label` names it in the message.
     """
-    for value in values:
-        if not isinstance(value, FlatShard):  # it isn't cut, so any rank's value is the whole
-            return {name: value}
-    shards = [shard for shard in values if shard.local.numel()]
-    if not shards:
-        return {}
-    whole = torch.empty(shards[0].shape, dtype=shards[0].dtype, device="cpu")
-    for shard in shards:
+    for part in parts:
+        if not isinstance(part, FlatShard):  # each rank has the whole
+            return part
+    whole = torch.empty(parts[0].shape, dtype=parts[0].dtype, device="cpu")
+    for shard in parts:
         shard.copy_into(whole)
-    n_elements = sum(shard.local.numel() for shard in shards if not shard.is_replica)
+    n_elements = sum(shard.local.numel() for shard in parts if not shard.is_replica)
     if n_elements != whole.numel():
         raise ValueError(f"{label} is there for {n_elements} of its {whole.numel()} elements only: some ranks have "
                          "stepped it and others not, or cleared it")
-    return {name: whole}
+    return whole
 
 
 @torch.no_grad()
@@ -134,17 +139,17 @@ def cut_state_dict(optimizer, state_dict, source, error_prefix, group):
     """
     is_source = dist.get_rank(group) == source
     is_state_dict = isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
-    rest = None  # of a state_dict everything but the state
+    without_state = None  # everything in the state_dict but the state
     if is_source and is_state_dict:
-        rest = {key: value for key, value in state_dict.items() if key != "state"}
-    rest = broadcast(rest, source, group)
-    if rest is None:
+        without_state = {key: value for key, value in state_dict.items() if key != "state"}
+    without_state = broadcast(without_state, source, group)
+    if without_state is None:
         raise UnfitModel("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    parts = []  # stays empty on a rank that gets no state
-    for member in getattr(optimizer, "optimizers", [optimizer]):  # of a Chained, several
+    parts = []  # for each parameter, which elements this rank updates; [] on a rank outside of all process groups
+    for member in getattr(optimizer, "optimizers", [optimizer]):  # a Chained has several
         if member.rank >= 0:
             parts += parts_of(member)
-    keys = [key for saved_group in rest["param_groups"] for key in saved_group["params"]]
+    keys = [key for saved_group in without_state["param_groups"] for key in saved_group["params"]]
     state = {}
     for number, key in enumerate(keys):
         entries = None
@@ -155,10 +160,10 @@ def cut_state_dict(optimizer, state_dict, source, error_prefix, group):
             # `load_state_dict` refuses a state_dict of more parameters than the optimizer has.
             if number < len(parts) and parts[number].start < parts[number].stop:
                 state[key] = {name: loaded_value(parts[number], name, value) for name, value in entries.items()}
-    groups = [*rest["param_groups"]]
+    groups = [*without_state["param_groups"]]
     for number, own_group in enumerate(optimizer.param_groups[: len(groups)]):
         groups[number] = with_own_options(groups[number], own_group)
-    return {**rest, "state": state, "param_groups": groups}
+    return {**without_state, "state": state, "param_groups": groups}
 
 
 def broadcast(value, source, group):
@@ -180,7 +185,7 @@ def as_unfit_model(error):
 def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | int | None) -> None:
     """Move parameters and state to the ranks of `process_group`. Collective over all ranks of the program.
 
-    A rank outside of `process_group` keeps the current parameters and no state; a later group may include it again.
+    A rank outside of `process_group` keeps its parameters and no state; a later process group may include it again.
     Tensors that the optimizer doesn't have, such as buffers of the model, stay as they are on each rank.
 
     Raises TypeError on every rank if the optimizer is not of stage 3 or 4, or has DTensors; RuntimeError between
@@ -201,7 +206,7 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     for param in params:
         if optimizer.rank < 0:
             param.grad = None  # this rank has trained nothing, so its gradient must not count in the next step
-        dist.broadcast(param.detach(), src=source)  # for ranks that join
+        dist.broadcast(param.detach(), src=source)  # a rank that was in no process group has old values
     optimizer.move_to(process_group)  # from here on optimizer.rank is the rank in `process_group`
     new_state_dict = cut_state_dict(optimizer, state_dict, source, NOT_MOVED, all_ranks)
     if optimizer.rank >= 0:
@@ -223,8 +228,8 @@ def checked_source(optimizer, process_group, all_ranks):
         new_ranks = ranks_of(process_group)
     n_params = [len(group["params"]) for group in optimizer.param_groups]
     moves = all_gather(Move(optimizer.rank, new_ranks, n_params, optimizer.has_grads), all_ranks)
-    sources = [rank for rank, move in enumerate(moves) if move.old_rank == 0]  # one for each process group
-    targets = [rank for rank, move in enumerate(moves) if move.new_ranks]  # all ranks that get a state
+    sources = [rank for rank, move in enumerate(moves) if move.old_rank == 0]  # the first of each process group
+    targets = [rank for rank, move in enumerate(moves) if move.new_ranks]  # in order, all ranks that get a state
     if any(move.has_grads for move in moves):
         raise RuntimeError("reshard() between backward() and step(): call step() or zero_grad() first")
     if any(move.n_params != n_params for move in moves):
@@ -237,7 +242,7 @@ def checked_source(optimizer, process_group, all_ranks):
 
 
 def ranks_of(process_group):
-    """Return the ranks of `process_group`, None being all; [] if this rank isn't in it.
+    """Return the ranks of `process_group`, or [] if this rank isn't in it. None is the group of all ranks.
 
     Raises TypeError or ValueError if `process_group` is no process group that exists.
     """

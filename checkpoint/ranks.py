@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 TIMEOUT = timedelta(minutes=30)  # a rank waits so long for another rank that writes or reads
 LONGEST_LINE = 500  # letters of an error
-SAVERS = weakref.WeakKeyDictionary()  # the default process group -> ranks of process groups -> their Saver
+SAVERS = weakref.WeakKeyDictionary()  # the default process group -> {ranks of process groups: the Saver of these ranks}
 
 
 class CheckpointError(RuntimeError):
@@ -59,7 +59,8 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
     as_checkpoint_error: function error -> an error of a subclass of CheckpointError, or `error` itself. An error of any
         other class becomes a CheckpointError.
     """
-    own_error = report = None
+    own_error = None
+    own_report = None  # what the other ranks hear: (class of the error, first line of its text)
     try:
         yield
     except BaseException as error:  # DCP's CheckpointException isn't an Exception
@@ -67,38 +68,42 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
         if own_error is not None:
             own_error = as_checkpoint_error(own_error)
             kind = type(own_error) if isinstance(own_error, CheckpointError) else CheckpointError
-            report = kind, first_line(own_error)
-    reports = all_gather(report, group)
-    if own_error and not isinstance(own_error, Exception):
+            own_report = kind, first_line(own_error)
+    reports = all_gather(own_report, group)
+    if own_error and not isinstance(own_error, Exception):  # Ctrl-C, say
         raise own_error from None
+    are_different = len(set(reports)) > 1
     for rank, report in enumerate(reports):
         if report:
             kind, line = report
-            is_the_same_everywhere = len(set(reports)) == 1
-            of_rank = "" if is_the_same_everywhere else f"rank {rank}: "
+            of_rank = f"rank {rank}: " if are_different else ""
             raise kind(f"{error_prefix}: {of_rank}{line}") from None
 
 
 def error_of_this_rank(error, group):
-    """Return this rank's part of an error that DCP raises on all ranks. None: only other ranks have failed."""
+    """Return the error of this rank, of which `error` may be DCP's report. None: only other ranks have failed."""
     if not isinstance(error, CheckpointException):
         return error
     rank, _ = rank_and_size(group)
-    return error.failures[rank][0] if rank in error.failures else None
+    own_error, _ = error.failures.get(rank, (None, None))  # rank that has failed -> (error, where it was raised)
+    return own_error
 
 
 def first_line(error) -> str:
     """Return the first line of a message, safe for a terminal: names from a file may contain control characters."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    line = (text.strip().splitlines() or [type(error).__name__])[0]
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[: 2 * LONGEST_LINE])
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror  # without the number and the file
+    line, *_ = text.strip().splitlines() or [type(error).__name__]
+    letters = line[: 2 * LONGEST_LINE]  # enough: LONGEST_LINE of them are shown
+    line = "".join(letter if letter.isprintable() else repr(letter).strip("'") for letter in letters)
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} …"
 
 
 class Saving(Future):
-    """The Future of an asynchronous save. `was_asked`: whether a program has called result() since the save ended."""
+    """The Future of an asynchronous save."""
 
-    was_asked = False
+    was_asked = False  # whether a program has called result() since the save ended, and so has heard of its error
 
     def result(self, timeout=None):
         try:
@@ -136,8 +141,9 @@ class Saver:
         error = self.last.exception()
         own_line = first_line(error) if error and not self.last.was_asked else None
         self.last.was_asked = True
-        for line in filter(None, all_gather(own_line, self.group)):
-            raise CheckpointError(line)
+        for line in all_gather(own_line, self.group):
+            if line:
+                raise CheckpointError(line)
 
     def in_background(self, function, *args) -> Saving:
         """Call `function` in the thread. Return the Saving that says how it went."""
@@ -146,13 +152,18 @@ class Saver:
         return self.last
 
 
-def saver_of(process_group, meshes=()) -> Saver:
-    """Return the Saver of the ranks of `process_group`, and of `meshes`, the meshes of its parameters. Collective.
+ALONE = Saver(None, None)  # of a program without process groups
 
-    The first message is in `process_group`, so that a missing rank is an error after the time-out of the user's group.
+
+def saver_of(process_group, meshes=()) -> Saver:
+    """Return the Saver of all ranks of `process_group` and of `meshes`, the meshes of the parameters. Collective.
+
+    Each rank knows only the ranks of its own process groups. Passing on what it hears, group after group, it gets to
+    know all. The first message is in `process_group`, so that a missing rank is an error after the time-out of the
+    user's group.
     """
     if not dist.is_initialized():
-        return SAVERS.setdefault(Saver, {}).setdefault((), Saver(None, None))
+        return ALONE
     if dist.get_rank(process_group) < 0:
         raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
     groups_of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]
@@ -160,8 +171,9 @@ def saver_of(process_group, meshes=()) -> Saver:
     ranks_of_groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
     savers = SAVERS.setdefault(dist.group.WORLD, {})
     is_known = ranks_of_groups in savers
-    token_of_rank = {dist.get_rank(): secrets.token_hex(8)}
-    for group in groups[:1] if is_known else groups:  # after the last group, each rank knows all tokens
+    token_of_rank = {dist.get_rank(): secrets.token_hex(8)}  # random texts of the ranks heard of
+    groups_to_hear = groups[:1] if is_known else groups
+    for group in groups_to_hear:
         for tokens in all_gather(token_of_rank, group):
             token_of_rank = token_of_rank | tokens
     if not is_known:
@@ -177,5 +189,6 @@ def new_group(ranks, name):
     torch would name the group after the number of groups that a rank is in. This number may differ between the ranks.
     And if torchrun has started the ranks again, its store has the addresses of a dead group of the same name.
     """
+    # new_group() takes no name. With use_local_synchronization=True it calls this function to make one.
     with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
         return dist.new_group(ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)

@@ -29,16 +29,20 @@ from guard.groups import as_python
 from .ranks import DamagedCheckpoint, ForeignCheckpoint
 
 METADATA = ".metadata"
-SUMS = "checksums.json"  # file -> [bytes, CRC-32]
+SUMS = "checksums.json"  # name of a file -> [size in bytes, CRC-32]
 CHUNK = 2**20  # a file is read in pieces of so many bytes
-DCP = "torch.distributed.checkpoint"
-ALLOWED = {  # names that a `.metadata` may contain
-    *((f"{DCP}.metadata", name) for name in (
+DTYPES = {name for name, value in vars(torch).items() if type(value) is torch.dtype}
+# What a `.metadata` may name: module -> names in it. No name has a dot, so none leads to an attribute of an object.
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-        "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    (f"{DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
-    *(("torch", name) for name in dir(torch) if type(getattr(torch, name)) is torch.dtype)}
+        "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -57,24 +61,31 @@ class SavePlanner(dcp.DefaultSavePlanner):
     def __init__(self):
         super().__init__(dedup_save_to_lowest_rank=True)
 
-    def transform_object(self, write_item, object):
-        written = io.BytesIO(object) if isinstance(object, Packed) else super().transform_object(write_item, object)
+    def transform_object(self, write_item, value):
+        """Return what is written: a BytesIO, or a tensor as it is. DCP calls this method for each value."""
+        if isinstance(value, Packed):
+            written = io.BytesIO(value)
+        else:
+            written = super().transform_object(write_item, value)
         if isinstance(written, io.BytesIO):
             try:
                 unpickled(io.BytesIO(written.getvalue()))
             except Exception as error:
-                # Both messages of torch's unpickler name a class.
-                named = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
-                words = f"it holds {named[1] or named[2]}" if named else f"{type(error).__name__}: {error}"
-                raise ValueError(f"load() can't read {write_item.index.fqn} again: {words}") from None
+                reason = f"{type(error).__name__}: {error}"
+                # Two messages of torch's unpickler name the class that it refuses.
+                refused = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
+                if refused:
+                    reason = f"it holds {refused[1] or refused[2]}"
+                raise ValueError(f"load() can't read {write_item.index.fqn} again: {reason}") from None
         return written
 
 
 class SummedFile(io.BufferedWriter):
-    """A file that knows the number of bytes that were written, their CRC-32, and the error of the disk."""
+    """A file that adds up what is written into it."""
 
-    n_bytes = crc = 0
-    error = None
+    n_bytes = 0  # size of what was written
+    crc = 0  # CRC-32 of what was written
+    error = None  # the error of the disk, if there was one
 
     def write(self, content):
         self.crc = zlib.crc32(content, self.crc)
@@ -87,28 +98,30 @@ class SummedFile(io.BufferedWriter):
 
 
 class SummingFileSystem(FileSystem):
-    """Computes the sums of the files that it writes. `sums`: file name -> (size in bytes, CRC-32)."""
+    """Computes a checksum of each file that it writes. DCP calls these methods."""
 
     def __init__(self):
-        self.sums = {}
+        self.sums = {}  # name of a file that was written -> (size in bytes, CRC-32)
 
     @contextlib.contextmanager
     def create_stream(self, path, mode):
+        """Open a file. Note its size and checksum when it is complete, or raise the error of the disk."""
         with SummedFile(io.FileIO(path, mode)) as stream:
             try:
                 yield stream
             except Exception as error:
-                cause = stream.error or error
-                raise cause from None
+                first_error = stream.error or error
+                raise first_error from None
             self.sums[Path(path).name] = stream.n_bytes, stream.crc
 
     def rename(self, path, new_path):
+        """Rename a file, also in `sums`: DCP writes `.metadata` under another name first."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one file per rank, flushed to the disk. With several threads DCP would take a full disk for success."""
+    """Writes one file per rank, flushed to the disk. With several threads, DCP wouldn't report that a disk is full."""
 
     def __init__(self, folder):
         super().__init__(folder, sync_files=True, thread_count=1, overwrite=False)
@@ -126,32 +139,33 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, folder, rank, n_ranks):
         super().__init__(folder)
-        self.checksum = checksum_of_folder(folder, rank, n_ranks)
+        self.checksum = checksum_of_folder(folder, rank, n_ranks)  # for the ranks to compare
         with opened(folder / METADATA) as file:
             self.metadata = MetadataUnpickler(file).load()
             check_boxes(self.metadata)
 
     def read_metadata(self, *args, **kwargs):
+        """Return the metadata that the constructor has read. DCP would unpickle the file without a check."""
         return self.metadata
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's own planner, which also refuses missing keys and unused keys, and runs no code of a pickle.
 
-    may_be_unused: beginnings of keys. If an unused key has such a beginning, it is a warning and no error.
+    DCP calls create_local_plan() on every rank, and create_global_plan() with the plans of all ranks on one rank.
     """
 
     def __init__(self, may_be_unused):
         super().__init__()
-        self.may_be_unused = tuple(may_be_unused)
+        self.may_be_unused = tuple(may_be_unused)  # beginnings of keys: an unused key of these is a warning, no error
 
     def create_local_plan(self):
-        stored = self.metadata.state_dict_metadata
+        stored = self.metadata.state_dict_metadata  # key -> description of the value
         for key, value in self.state_dict.items():
             is_tensor = isinstance(value, torch.Tensor)
             if key not in stored or isinstance(stored[key], TensorStorageMetadata) != is_tensor:
                 raise ForeignCheckpoint(f"it is of another model or optimizer: it has no {key}")
-        keys_used_here = [*self.state_dict]  # create_global_plan reads them
+        keys_used_here = list(self.state_dict)  # a plan has room for data of its planner
         return dataclasses.replace(super().create_local_plan(), planner_data=keys_used_here)
 
     def create_global_plan(self, plans):
@@ -164,47 +178,52 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return super().create_global_plan(plans)
 
     def load_bytes(self, read_item, stream):
+        """Put a value that is no tensor into the state_dict, as DCP's planner does, but by a safe unpickler."""
         key = read_item.dest_index.fqn
+        place = self.mappings[key]  # its keys in the nested dicts
         try:
-            set_element(self.original_state_dict, self.mappings[key], unpickled(stream))
+            set_element(self.original_state_dict, place, unpickled(stream))
         except pickle.UnpicklingError:  # torch's text would say how to run the code
             raise DamagedCheckpoint(f"{key} is damaged: it is no plain value") from None
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes DCP's own objects, and nothing else. No name in ALLOWED has a dot, so no name leads to an attribute."""
+    """Makes DCP's own objects, and nothing else."""
 
     def find_class(self, module, name):
-        if (module, name) not in ALLOWED:
+        if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which isn't DCP's")
         return super().find_class(module, name)
 
 
 def check_boxes(metadata):
-    """Raise ValueError unless the boxes of each tensor cover each element of the tensor once."""
+    """Raise ValueError unless the stored boxes of each tensor cover each element of the tensor once."""
     for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata) and not stored.size:  # DCP's check leaves out scalars
+        is_scalar = isinstance(stored, TensorStorageMetadata) and not stored.size
+        if is_scalar:  # DCP's check below leaves out scalars
             require(len(stored.chunks) == 1, f"{key!r:.60} has no value")
-    several_plans = [None, None]  # with a single plan DCP accepts gaps
+    several_plans = [None, None]  # DCP counts the plans without reading them: with a single plan it accepts gaps
     problems = _validate_global_plan(several_plans, metadata)  # a list of texts; in torch 2.11 True if all is right
     require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
 
 
 def renamed(metadata, stored_keys) -> dcp.Metadata:
     """Return metadata with other keys. `stored_keys`: new key -> key in the checkpoint. All other keys stay."""
-    new_keys = defaultdict(list)  # key in the checkpoint -> its new keys
+    new_keys = defaultdict(list)  # key in the checkpoint -> the new keys under which it is read
     for key, stored_key in stored_keys.items():
         new_keys[stored_key].append(key)
     # Keys that are neither renamed nor replaced by a key of the same name stay.
     for key in metadata.state_dict_metadata.keys() - new_keys.keys() - stored_keys.keys():
         new_keys[key].append(key)
-    tensors = {}
-    for stored_key, tensor in metadata.state_dict_metadata.items():
-        tensors.update(dict.fromkeys(new_keys[stored_key], tensor))
-    places = {}
+    descriptions = {}  # new key -> description of the value
+    for stored_key, description in metadata.state_dict_metadata.items():
+        for key in new_keys[stored_key]:
+            descriptions[key] = description
+    places = {}  # index, which is a key and the offsets of a box -> file, and position in it
     for index, place in metadata.storage_data.items():
-        places.update({dataclasses.replace(index, fqn=key): place for key in new_keys[index.fqn]})
-    return dataclasses.replace(metadata, state_dict_metadata=tensors, storage_data=places)
+        for key in new_keys[index.fqn]:
+            places[dataclasses.replace(index, fqn=key)] = place
+    return dataclasses.replace(metadata, state_dict_metadata=descriptions, storage_data=places)
 
 
 @contextlib.contextmanager
@@ -214,11 +233,12 @@ def opened(path):
         require(path.is_file(), "it is missing, or no regular file")  # opening a FIFO would wait
         with open(path, "rb") as file:
             yield file
-    except OSError:
+    except OSError:  # of the disk, which says nothing about the content
         raise
     except Exception as error:
-        words = str(error) if isinstance(error, (ValueError, pickle.UnpicklingError)) else type(error).__name__
-        raise DamagedCheckpoint(f"{path.name} is damaged: {words}") from None
+        has_text = isinstance(error, (ValueError, pickle.UnpicklingError))  # a text that says what is wrong
+        reason = str(error) if has_text else type(error).__name__
+        raise DamagedCheckpoint(f"{path.name} is damaged: {reason}") from None
 
 
 def require(condition, message):
@@ -230,7 +250,7 @@ def require(condition, message):
 def checksum_of_folder(folder, rank, n_ranks) -> int:
     """Return a checksum by which ranks know whether they read the same folder.
 
-    Each of `n_ranks` ranks reads its share of the files, and compares their sums with the sums in the folder.
+    Each rank compares the sizes of all files, and the checksums of its share of the files, with those in the folder.
 
     Raises DamagedCheckpoint: a file is missing, or has changed since it was written.
     """
@@ -245,17 +265,20 @@ def checksum_of_folder(folder, rank, n_ranks) -> int:
         checksum = checksum_of(file)
         file.seek(0)
         sums = {name: (int(n_bytes), int(crc)) for name, (n_bytes, crc) in json.load(file).items()}
-    for number, (name, (n_bytes, crc)) in enumerate(sorted(sums.items())):
+    for number, name in enumerate(sorted(sums)):
+        n_bytes, crc = sums[name]
         with opened(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             require(size == n_bytes, f"{n_bytes} bytes were written, now it is {size} bytes")
-            if number % n_ranks == rank:
+            is_share_of_rank = number % n_ranks == rank
+            if is_share_of_rank:
                 crc_now = checksum_of(file)
                 require(crc_now == crc, f"its checksum was {crc:08x}, now it is {crc_now:08x}")
     return checksum
 
 
 def checksum_of(file):
+    """Return the CRC-32 of the rest of a file."""
     crc = 0
     while content := file.read(CHUNK):
         crc = zlib.crc32(content, crc)
@@ -273,7 +296,7 @@ def packed(value) -> Packed:
 
 
 def as_saved(value):
-    """Return a tensor's copy on the CPU, which shares no memory; a NumPy number as a Python number."""
+    """Return a copy of a tensor on the CPU, or a NumPy number as a Python number; any other value unchanged."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else as_python(value)
 
 

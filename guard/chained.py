@@ -5,7 +5,6 @@ Megatron-LM's ChainedOptimizer. Shown by tests/variants/test_chained.py.
 """
 
 import contextlib
-import itertools
 import weakref
 
 import torch
@@ -54,13 +53,13 @@ class Chained:
         self.optimizers = list(optimizers)
         groups = [optimizer.process_group or dist.group.WORLD for optimizer in optimizers]
         self.process_group = max(groups, key=dist.get_world_size)
-        # The ranks that have the same parameters. With variants/hybrid.py they are more than those of process_group.
+        # Of each optimizer, the ranks that train its parameters: in variants/hybrid.py more than its process group has.
         agreement_groups = [optimizer._agreement_group or dist.group.WORLD for optimizer in optimizers]
         self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # all ranks that train the model
         all_ranks = dist.get_process_group_ranks(self._agreement_group)
         ranks_of_each = [dist.get_process_group_ranks(group) for group in agreement_groups]
-        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # for each optimizer, how many ranks know its norm
-        if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):
+        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # for each optimizer, how many ranks have it
+        if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):  # subsets
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
         for optimizer in optimizers:
@@ -101,11 +100,9 @@ class Chained:
         if grad_scaler is not None and found_inf(self, grad_scaler):
             self.zero_grad()
             return loss
-        # Each step() gets a closure that returns the mean loss. Without a closure it gets nothing: not every step()
-        # takes a closure.
-        arguments = [] if closure is None else [lambda: loss]
+        mean_closure = [] if closure is None else [lambda: loss]  # a step() may take no argument
         for optimizer in self.optimizers:
-            optimizer.step(*arguments)
+            optimizer.step(*mean_closure)
         return loss
 
     def add_param_group(self, group):
@@ -152,11 +149,12 @@ class Chained:
         groups = []
         n_before = 0  # parameters of the optimizers before
         for optimizer in self.optimizers:
-            part = optimizer.state_dict()
+            own_state_dict = optimizer.state_dict()
             indices = range(len(all_params(optimizer)))
-            for key, entries in part["state"].items():  # a program may keep a state under a key that is no index
-                state[n_before + key if key in indices else key] = entries
-            for group in part["param_groups"]:
+            for key, entries in own_state_dict["state"].items():
+                new_key = n_before + key if key in indices else key  # a class may keep a state under a text, say
+                state[new_key] = entries
+            for group in own_state_dict["param_groups"]:
                 groups.append({**group, "params": [n_before + index for index in group["params"]]})
             n_before += len(indices)
         return {"state": state, "param_groups": groups, "n_steps": self.optimizers[0]._n_steps}  # all step together
@@ -167,11 +165,12 @@ class Chained:
 
         Raises ValueError on every rank, before anything changes, if one of the optimizers can't load its part.
         """
-        groups = iter(state_dict["param_groups"])
-        parts = []
+        groups = list(state_dict["param_groups"])  # of this optimizer and those after it
+        own_state_dicts = []
         for optimizer in self.optimizers:
-            own_groups = list(itertools.islice(groups, len(optimizer.param_groups)))  # the next ones of all groups
+            own_groups = groups[: len(optimizer.param_groups)]
+            groups = groups[len(own_groups) :]
             keys = [key for group in own_groups for key in group["params"]]
             state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
-            parts.append({**state_dict, "state": state, "param_groups": own_groups})
-        load_state_dicts(self.optimizers, parts, self._agreement_group)
+            own_state_dicts.append({**state_dict, "state": state, "param_groups": own_groups})
+        load_state_dicts(self.optimizers, own_state_dicts, self._agreement_group)

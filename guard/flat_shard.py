@@ -20,9 +20,12 @@ class FlatShard(torch.Tensor):
         start, stop: the range of these elements in the flattened box.
         offsets, sizes: where the box begins in the whole, and the shape of the box. The box is the local part of a
             DTensor; of any other tensor it is the whole.
-        is_replica: whether another rank has the same box and writes it. DCP refuses boxes that overlap.
-        was_broadcast: whether torch has broadcast this FlatShard, which has sent zeros: load_state_dict() refuses it.
-        gather: function value -> the values of all ranks that have a part of the whole. None after unpickling.
+        is_replica: whether another rank has the same box and writes it, so that this rank doesn't: DCP refuses boxes
+            that overlap.
+        was_broadcast: whether torch has broadcast this FlatShard. It has sent zeros then, and load_state_dict() refuses
+            it.
+        gather: collective function: a value of this rank -> the values of all ranks that have a part of the whole. None
+            after unpickling.
     """
 
     @staticmethod
@@ -49,13 +52,12 @@ class FlatShard(torch.Tensor):
                          self.gather)
 
     def boxes(self):
-        """Yield each smaller box that this range consists of: (its offsets in the whole, its elements in its shape)."""
-        begin = 0
-        for offsets_in_box, sizes in boxes_of(self.sizes, self.start, self.stop):
-            end = begin + math.prod(sizes)
+        """Yield each smaller box of which the range consists: (offsets in the whole, elements in the box's shape)."""
+        smaller_boxes = boxes_of(self.sizes, self.start, self.stop)
+        parts = self.local.split([math.prod(sizes) for _, sizes in smaller_boxes])
+        for (offsets_in_box, sizes), part in zip(smaller_boxes, parts):
             offsets = torch.Size(outer + inner for outer, inner in zip(self.offsets, offsets_in_box))
-            yield offsets, self.local[begin:end].view(sizes)
-            begin = end
+            yield offsets, part.view(sizes)
 
     def full_tensor(self):
         """Return the whole tensor, as DTensor.full_tensor() does. Collective over the ranks that have parts."""
@@ -69,14 +71,17 @@ class FlatShard(torch.Tensor):
     def copy_into(self, whole):
         """Copy the elements of this rank to their places in `whole`."""
         for offsets, part in self.boxes():
-            whole[tuple(slice(begin, begin + n) for begin, n in zip(offsets, part.shape))] = part
+            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape))
+            whole[place] = part
+
+    # DCP calls the next three methods.
 
     def __create_chunk_list__(self):
         """Tell DCP which boxes to read."""
         return [dcp.metadata.ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.boxes()]
 
     def __create_write_items__(self, fqn, _):
-        """Tell DCP which boxes to write."""
+        """Tell DCP which boxes to write. fqn: key of this tensor in the state_dict."""
         chunks = [] if self.is_replica else self.__create_chunk_list__()
         items = []
         for chunk in chunks:
@@ -91,7 +96,7 @@ class FlatShard(torch.Tensor):
         return next(part for offsets, part in self.boxes() if offsets == index.offset)
 
     def __reduce_ex__(self, protocol):
-        # A clone, because pickle would write the whole storage of a view.
+        # A clone, because pickle would write the whole storage of a view. `gather` is left out: it can't be pickled.
         arguments = self.start, self.stop, self.local.clone(), self.offsets, self.sizes, self.is_replica
         return FlatShard, (tuple(self.shape), *arguments)
 
@@ -103,12 +108,15 @@ class FlatShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        """Copy or convert the elements of this rank, or make an empty FlatShard. Any other function is an error."""
+        """Copy or convert the elements of this rank, or make an empty FlatShard. Any other function is an error.
+
+        torch calls this method in place of each function of which an argument is a FlatShard.
+        """
         name = function._schema.name
         shard = args[0]
-        # With full_state_dict=True torch gathers DTensors, and broadcasts all other tensors.
+        # With full_state_dict=True torch's get_state_dict() gathers DTensors, and broadcasts all other tensors.
         if name == "c10d::broadcast_":
-            (shard,) = args[0]
+            (shard,) = args[0]  # a list of tensors
             shard.was_broadcast = True  # load_state_dict() refuses it; an error here would let other ranks wait
             whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
             return function([whole], *args[1:], **(kwargs or {}))

@@ -11,6 +11,7 @@ inner optimizer writes into its groups is compared in the following step. Shown 
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
+import itertools
 import math
 import numbers
 import zlib
@@ -20,19 +21,21 @@ import torch.distributed as dist
 
 
 def all_params(optimizer):
+    """Return the parameters of all groups, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def named_params(groups):
     """Return [(name, parameter), …]. Without names in the groups, the name is the place, such as "0 of group 1"."""
     named = []
-    for g, group in enumerate(groups):
-        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(group["params"]))]
-        named += zip(names, group["params"])
+    for number, group in enumerate(groups):
+        places = [f"{place} of group {number}" for place in range(len(group["params"]))]
+        named += zip(group.get("param_names") or places, group["params"])
     return named
 
 
 def name_of(param, groups):
+    """Return the name of a parameter for messages."""
     return next(name for name, other_param in named_params(groups) if other_param is param)
 
 
@@ -41,19 +44,26 @@ def hyperparameters(group):
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def with_indices(groups):
+    """Return copies of groups with indices in place of parameters, counted through all groups, as in a state_dict."""
+    indices = itertools.count()
+    return [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
+
+
 def as_python(value):
     """Return a NumPy number, which a schedule may leave, as a Python number, and any other value unchanged.
 
     torch.load(weights_only=True) refuses NumPy numbers.
     """
-    is_numpys = isinstance(value, numbers.Number) and hasattr(value, "item")
-    return value.item() if is_numpys else value
+    is_numpy_number = isinstance(value, numbers.Number) and hasattr(value, "item")
+    return value.item() if is_numpy_number else value
 
 
 def share_attributes(groups, own_groups, param_of):
     """Give each main parameter the attributes and the name of its parameter: an inner optimizer may read p.lr_mul.
 
-    A parameter and its main parameter share one dict of attributes. So the inner optimizer sees later changes, too.
+    A main parameter is what the inner optimizer steps: a parameter, or a piece of it. Parameter and main parameter then
+    share one dict of attributes. So the inner optimizer sees later changes, too.
 
     Args:
         groups: groups of the model's parameters.
@@ -90,7 +100,7 @@ class InnerTensors:
         """
         tensors = self.main_params + self.grads
         address_of = torch.Tensor.data_ptr
-        if list(map(address_of, tensors)) != list(map(address_of, self.views)):
+        if list(map(address_of, tensors)) != list(map(address_of, self.views)):  # the class has assigned `data`
             for main, view in zip(self.main_params, self.views):
                 if main.data_ptr() != view.data_ptr():
                     view.copy_(main)
@@ -110,26 +120,27 @@ def mesh_groups_of(param):
 def settings_of(groups, others=()):
     """Return {"lr of group 0": number, "betas[1] of group 0": number, …, **others}, for the ranks to compare.
 
-    Left out is all that is no number, text or CPU tensor of one element. Reading a tensor on a GPU would wait.
+    others: name -> value, further settings. Values that are no number, text or CPU tensor of one element are left out:
+    reading a tensor on a GPU would wait.
     """
     settings = dict(others)
-    for g, group in enumerate(groups):
+    for number, group in enumerate(groups):
         for key, value in hyperparameters(group).items():
             if isinstance(value, (tuple, list)):
-                settings.update({f"{key}[{i}] of group {g}": part for i, part in enumerate(value)})
+                settings.update({f"{key}[{i}] of group {number}": part for i, part in enumerate(value)})
             else:
-                settings[f"{key} of group {g}"] = value
-    plain = {}
+                settings[f"{key} of group {number}"] = value
+    comparable = {}
     for name, value in settings.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = value.item()
         if isinstance(value, (str, numbers.Real)):
-            plain[name] = value if isinstance(value, str) else float(value)
-    return plain
+            comparable[name] = value if isinstance(value, str) else float(value)
+    return comparable
 
 
 def checksum_of(settings):
-    """Return a checksum of 31 bits: the checksum and its negative fit into a signed int32.
+    """Return a checksum of the values in `settings`, of 31 bits: the checksum and its negative fit into an int32.
 
     Floats count with nine digits, because a cosine schedule may differ in the last bit between two CPUs.
     """
@@ -143,12 +154,13 @@ def first_difference(settings, process_group):
     None: all ranks have the same settings, but for the rounding of floats.
     settings: name -> number or text, on this rank.
     """
-    by_rank = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(by_rank, settings, group=process_group)
+    settings_of_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(settings_of_ranks, settings, group=process_group)
+    first_settings = settings_of_ranks[0]
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    for rank, settings_of_rank in zip(ranks, by_rank):
-        for name in by_rank[0] | settings_of_rank:
-            first = by_rank[0].get(name)
+    for rank, settings_of_rank in zip(ranks, settings_of_ranks):
+        for name in first_settings | settings_of_rank:
+            first = first_settings.get(name)
             other = settings_of_rank.get(name)
             are_floats = type(first) is type(other) is float
             are_alike = math.isclose(first, other, rel_tol=1e-6) if are_floats else first == other

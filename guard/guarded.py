@@ -6,18 +6,20 @@ most one of the first two classes defines a method, so that `super()` means the 
 `step`. The core's `step` calls `sync_grads`, `step_own` and `sync_params`, which the guard overrides. A stage's class
 defines:
 
-    _refuse(named)              raise an error for parameters that the stage can't train; return [(name, stored tensor)]
+    _refuse(named)              raise an error for parameters that the stage can't train; return [(name, tensor)], the
+                                tensors that the stage stores: of a DTensor its local part
     _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
     _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
     _watch_shards(groups)       prepare the guard for parameters that were just sharded
-    _owned_ranges()             return the tuples of `pieces`
+    _owned_ranges()             return what `pieces` returns, or yield it: which elements this rank updates
     _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new
     _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(); a buffer may have it instead
     _take_model_changes()       update main parameters where other code has written into the model
     has_grads                   whether this rank is between backward() and step()
     _stage, _buffers_in_words() texts for repr()
-    _grads_elsewhere            whether gradients of this step are, or were, in other places than param.grad
-    _param_grad_holds           what torch's clipping finds in param.grad, see guard/scaling.py; a buffer may have it
+    _grads_elsewhere            whether gradients of this step were ever outside of param.grad, in a buffer say
+    _param_grad_holds           "averages", "own" gradients, or "nothing": what torch's clipping finds in param.grad,
+                                see guard/scaling.py; a buffer may have it
 
 Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
 """
@@ -41,18 +43,22 @@ from .skipping import found_inf
 from .state_dict import load_state_dicts, state_dict_of
 from .states import MAIN_PARAM, ByParameter
 
-# Shape of the trial tensor for a piece of a parameter. Other entries of a state are unlikely to have 13 elements.
-RANGE = (13,)
+# To learn which state a class keeps for a flat piece of a parameter, schema.py steps a tensor of this shape. An entry
+# with 13 elements then has an element for each element of the piece.
+TRIAL_SHAPE = (13,)
 
 
 class Guarded(torch.optim.Optimizer):
+    """The guard of every stage. A *main parameter* is the tensor that the inner optimizer, torch's, has and steps."""
+
     __init__: Callable[..., None]  # of the core
     _before_average: Callable[[dict], bool]
     _stage: int
-    _takes_dtensors = _takes_channels_last = _steps_whole_params = False
+    _takes_dtensors = _takes_channels_last = False
+    _steps_whole_params = False  # whether each main parameter is a whole parameter in stage 4, as in variants/muon.py
     _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
     _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
-    _states: Any = None  # a ByParameter; None while torch's constructor runs
+    _states: Any = None  # a ByParameter, the mapping `state`; None while torch's constructor runs
     _chain: Any = None  # a weak reference to the Chained that has this optimizer
     _n_steps = 0  # steps taken with the present shards, plus the steps before a state_dict that was loaded
 
@@ -62,6 +68,7 @@ class Guarded(torch.optim.Optimizer):
         watch_torch(self)
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core and its bases
+        # A function groups -> inner optimizer, for this rank's part and for trials.
         self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group = process_group
         self.average_over = average_over
@@ -77,23 +84,23 @@ class Guarded(torch.optim.Optimizer):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
         if self._states is None:
             return super().add_param_group(param_group)
-        *_, checked_group = checked_groups(self, [*map(dict, self.param_groups), param_group], {})
+        old_groups = [dict(group) for group in self.param_groups]  # copies, because the check changes them
+        *_, checked_group = checked_groups(self, [*old_groups, param_group], {})
         super().add_param_group(checked_group)
-        for own_group in self.shard(self.param_groups[-1:]):
-            self.optimizer.add_param_group(own_group)
-            # A class such as Adagrad makes a state in its constructor; torch < 2.13 forgets it in add_param_group().
-            self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
+        (own_group,) = self.shard(self.param_groups[-1:])
+        self.optimizer.add_param_group(own_group)
+        # A class such as Adagrad makes a state in its constructor; torch < 2.13 forgets it in add_param_group().
+        self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
         self._note_shards()
 
     @torch.no_grad()
     def shard(self, groups):
         """Shard as the core does. Return the groups of the inner optimizer, with names and attributes of parameters."""
-        if any(group["params"] for group in groups):
-            own_groups = super().shard(groups)
-        else:  # all groups are empty, as a split by weight decay may make one
-            own_groups = [{**hyperparameters(group), "params": []} for group in groups]
-        # Autograd doesn't see the broadcast. Because of a new version it refuses a graph that has read the old values.
-        torch.autograd.graph.increment_version([param for group in groups for param in group["params"]])
+        params = [param for group in groups for param in group["params"]]
+        own_groups = super().shard(groups) if params else without_params(groups)  # a split by weight decay may be empty
+        # The core has broadcast the first rank's values, which autograd hasn't seen. Because of a new version number
+        # autograd refuses a graph that has read the old values.
+        torch.autograd.graph.increment_version(params)
         self._watch_shards(groups)
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
         share_attributes(groups, own_groups, param_of)
@@ -103,19 +110,22 @@ class Guarded(torch.optim.Optimizer):
         """Do nothing; a stage may define it."""
 
     def _note_shards(self):
+        """Set the attributes that depend on which parameters and which process group the optimizer has."""
         # Both are -1 on a rank that is in no process group since reshard().
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
         self._params = all_params(self)
-        self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(),
-                                   weakref.WeakMethod(self._names_in_state))
-        self._known_params = self._param_ids()
+        names_in_state = weakref.WeakMethod(self._names_in_state)  # weak, so that there is no cycle of references
+        self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(), names_in_state)
+        self._known_ids = self._param_ids()
+        # Averages are multiplied by it: the core divides by the number of ranks, average_over may be another divisor.
         self._grad_factor = 1.0
         if self.rank >= 0:
             n_ranks = dist.get_world_size(self._agreement_group)
-            self._grad_factor = self._n_averaged / divisor_of(self.average_over, self._n_averaged, n_ranks)
+            self._grad_factor = n_ranks / divisor_of(self.average_over, n_ranks)
 
     def _param_ids(self):
+        """Return for each group the ids of its parameters, because == of tensors compares elements."""
         return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _move_to(self, process_group):
@@ -125,7 +135,7 @@ class Guarded(torch.optim.Optimizer):
         if dist.get_rank(process_group) >= 0:
             own_groups = self.shard(self.param_groups)
         else:
-            own_groups = [{**hyperparameters(group), "params": []} for group in self.param_groups]
+            own_groups = without_params(self.param_groups)
         self.optimizer = self.make_optimizer(own_groups)
         self._note_shards()
 
@@ -143,14 +153,14 @@ class Guarded(torch.optim.Optimizer):
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
-        if self._param_ids() != self._known_params:
+        if self._param_ids() != self._known_ids:
             raise RuntimeError("the parameters in param_groups have changed: add them with add_param_group(), or build "
                                "the optimizer anew")
         loss = None if closure is None else mean_loss(self, closure, self._agreement_group)
         if grad_scaler is not None:
             self.finish_grad_sync()
             if found_inf(self, grad_scaler):
-                self.zero_grad()  # model.zero_grad() can't reach an inf that isn't in param.grad
+                self.zero_grad()  # the program's model.zero_grad() can't reach an inf that isn't in param.grad
                 return loss
         if closure is None:
             super().step()
@@ -159,7 +169,7 @@ class Guarded(torch.optim.Optimizer):
                 super().step()
         return loss
 
-    step.hooked = True  # torch then calls hooks around the core's step alone
+    step.hooked = True  # torch adds calls of hooks to a step without this mark: here the core's step alone has them
 
     @torch.no_grad()
     def sync_grads(self, **arguments):
@@ -167,7 +177,7 @@ class Guarded(torch.optim.Optimizer):
 
         arguments: of `clip_grad_norm_` or `scale_grads_`; stage 4 compares them between the ranks.
         """
-        are_new = self._before_average(arguments)
+        are_new = self._before_average(arguments)  # not averaged before in this step
         super().sync_grads()
         if are_new and self._grad_factor != 1:
             multiply_grads(self._averaged_params(), self._grad_factor)
@@ -175,10 +185,11 @@ class Guarded(torch.optim.Optimizer):
     def step_own(self):
         """Step as the core does, after taking in what other code has written into the model and into the state."""
         if self._states.accessed_params:
-            self._states.cut_whole_tensors()
+            self._states.cut_whole_tensors()  # of which a program may have put some into the state
         self._take_model_changes()
-        context = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
-        with context, profiler_range("inner step"):
+        # torch's hooks for all optimizers run around our step, so they must not run around the inner optimizer's.
+        hooks_off = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
+        with hooks_off, profiler_range("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             group.update(hyperparameters(own_group))  # some optimizers count steps there
@@ -210,13 +221,8 @@ class Guarded(torch.optim.Optimizer):
         """
         self.sync_grads(**arguments)
 
-    @property
-    def _n_averaged(self):
-        """Return the number by which the sum of gradients is divided if `average_over` is None."""
-        return dist.get_world_size(self._agreement_group)
-
     def _refuse_late_backward(self):
-        """Refuse gradients that come after the average, if they would be added to gradients that were scaled."""
+        """Refuse a gradient that comes after the average, if it would be added to gradients that were scaled."""
         if self._grad_factor != 1:
             raise RuntimeError("the gradients were averaged and divided by average_over already: call step() or "
                                "zero_grad() first")
@@ -246,7 +252,7 @@ class Guarded(torch.optim.Optimizer):
         self.finish_grad_sync(max_norm=max_norm, norm_type=norm_type)
         return clip_grads(self._averaged_params(), max_norm, self._total_norm(norm_type), error_if_nonfinite)
 
-    _total_norm = total_norm
+    _total_norm = total_norm  # a method, which a stage may override
 
     def _averaged_params(self):
         """Return the parameters, or main parameters, whose averaged gradients this rank has."""
@@ -283,7 +289,7 @@ class Guarded(torch.optim.Optimizer):
             hook(self)
         state_dict = state_dict_of(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+            state_dict = hook(self, state_dict) or state_dict  # a hook may return another one
         return state_dict
 
     def load_state_dict(self, state_dict):
@@ -301,13 +307,13 @@ class Guarded(torch.optim.Optimizer):
             load_state_dicts([self], [state_dict], self._agreement_group)
 
     def _stepped_as(self, param):
-        """Return (shape, dtype) of the trial tensor for this rank's piece of `param`; pieces are stepped in 32 bits."""
-        shape = param.shape if self._steps_whole_params else RANGE
+        """Return (shape, dtype) of a tensor that is stepped as this rank's piece of `param` is: in 32 bits at least."""
+        shape = param.shape if self._steps_whole_params else TRIAL_SHAPE
         return shape, torch.promote_types(param.dtype, torch.float32)
 
     def _names_in_state(self, param):
         """Return the names of the entries that the state of `param` has after a step."""
-        group = next(group for group in self.param_groups if any(param is other for other in group["params"]))
+        group = next(group for group in self.param_groups if id(param) in map(id, group["params"]))
         shape, dtype = self._stepped_as(param)
         schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
         names = list(schema.entries) if schema else []
@@ -324,8 +330,8 @@ class Guarded(torch.optim.Optimizer):
         """Return a text: how much of the model and of the state this rank has, and torch's text about the groups."""
         if self._states is None:  # the constructor has failed
             return super().__repr__()
-        tensors = [value for state in self.optimizer.state.values() for value in state.values()
-                   if isinstance(value, torch.Tensor)]
+        states = self.optimizer.state.values()
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         n_own = sum(main.numel() for main in all_params(self.optimizer))
         n_all = sum(getattr(param, "_local_tensor", param).numel() for param in self._params)
         return (f"Stage {self._stage}, rank {self.rank} of {self.world_size}: updates {n_own:,} of {n_all:,} elements; "
@@ -333,6 +339,7 @@ class Guarded(torch.optim.Optimizer):
                 f"{super().__repr__()}")
 
     def _buffers_in_words(self):
+        """Return a part of repr(), which a stage may define."""
         return ""
 
     def __getstate__(self):
@@ -340,12 +347,13 @@ class Guarded(torch.optim.Optimizer):
 
     # Lightning and Fabric wrap an optimizer in an object of a new class, which inherits from their wrapper and from our
     # class. A method of ours would then have the wrapper as `self`: it would assign to the wrapper, and would find the
-    # wrapped optimizer in `self.optimizer`, where it expects the inner optimizer. So such a class forwards our
-    # attributes to the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
+    # wrapped optimizer in `self.optimizer`, where it expects the inner optimizer. So the new class gets a
+    # ForwardedAttribute in place of each attribute of our class: this reads and writes the attribute of the wrapped
+    # optimizer. Shown by tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        # Nobody calls the constructor of such a class: the wrapper is made first, and gets this class then. So a class
-        # whose constructor is called needs no forwarding.
+        # Nobody calls the constructor of a wrapper's class: the wrapper is made first, and gets this class then. If
+        # somebody does call it, `cls` is no wrapper's class, and needs no ForwardedAttribute.
         for kind in cls.__mro__:
             for name, value in list(vars(kind).items()):
                 if isinstance(value, ForwardedAttribute):
@@ -355,15 +363,21 @@ class Guarded(torch.optim.Optimizer):
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
-        """Forward our attributes if our class comes after another base, because `cls` may be a wrapper then."""
+        """Forward our attributes if our class comes after another base, because `cls` may be a wrapper's class then."""
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls):  # this step calls our step, which calls the hooks
             cls.step.hooked = True
         for base in cls.__bases__[1:]:
             if issubclass(base, Guarded):
                 for name in dir(base):
+                    # The second condition: no class before ours has overridden the attribute.
                     if not name.startswith("__") and getattr(cls, name) is getattr(base, name):
                         setattr(cls, name, ForwardedAttribute(name, getattr(base, name)))
+
+
+def without_params(groups):
+    """Return copies of parameter groups, without parameters."""
+    return [{**hyperparameters(group), "params": []} for group in groups]
 
 
 def profiler_range(name):
@@ -382,13 +396,16 @@ def mean_loss(optimizer, closure, process_group):
     return loss / dist.get_world_size(process_group)
 
 
-class ForwardedAttribute(property):
-    """Forwards an attribute of a wrapper to the wrapped optimizer."""
+class ForwardedAttribute:
+    """Forwards an attribute of a wrapper to the wrapped optimizer, which `_itself` of the wrapper refers to."""
 
     def __init__(self, name, attribute_of_class):
-        super().__init__(lambda wrapper: getattr(wrapper._itself(), name),
-                         lambda wrapper, value: setattr(wrapper._itself(), name, value))
+        self.name = name
         self.attribute_of_class = attribute_of_class
 
-    def __get__(self, wrapper, kind=None):  # a program may read and patch the attribute of the class
-        return self.attribute_of_class if wrapper is None else super().__get__(wrapper, kind)
+    def __get__(self, wrapper, kind=None):
+        # Without a wrapper a program reads the attribute of the class, to patch it say.
+        return self.attribute_of_class if wrapper is None else getattr(wrapper._itself(), self.name)
+
+    def __set__(self, wrapper, value):
+        setattr(wrapper._itself(), self.name, value)

@@ -11,14 +11,15 @@ import contextlib
 import functools
 import inspect
 import weakref
+from unittest import mock
 
 import torch
 import torch._dynamo  # early: torch would import it with the first optimizer, and would hold the process group then
 from torch._dynamo.decorators import skip
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # dicts
-active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # returns None if nothing is being compiled
+GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # dicts of hooks for all optimizers
+active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # a function: it returns None if nothing compiles
 
 
 def untraced(function):
@@ -29,7 +30,8 @@ def untraced(function):
     @skip
     @functools.wraps(function)  # so that a model which has this function as a hook can be pickled
     def without_compiler(*args, **kwargs):
-        return (function if active_compiler() is None else torch.compiler.disable(function))(*args, **kwargs)
+        uncompiled = function if active_compiler() is None else torch.compiler.disable(function)
+        return uncompiled(*args, **kwargs)
 
     return without_compiler
 
@@ -51,17 +53,18 @@ def hook_gradient(param, method, takes_gradient=False):
     def hook(param):
         owner = weak_owner()
         if owner is not None:
-            (function if active_compiler() is None else torch.compiler.disable(function))(owner, param)
+            uncompiled = function if active_compiler() is None else torch.compiler.disable(function)
+            uncompiled(owner, param)
 
     hook.takes_gradient = takes_gradient
     hook.owner = weak_owner
-    hooks = param._post_accumulate_grad_hooks or {}
+    hooks = param._post_accumulate_grad_hooks or {}  # key -> hook; torch's own dict
     for key, old_hook in list(hooks.items()):  # a copy, because a dropped optimizer may remove its hooks meanwhile
         if getattr(old_hook, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute
             hooks.pop(key, None)
     vars(param).pop("main_grad", None)  # the gradient of an earlier stage 3
     requires_grad = param.requires_grad
-    handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
+    handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)  # torch refuses it for a frozen parameter
     param.requires_grad_(requires_grad)
     return handle
 
@@ -94,10 +97,9 @@ def closure_returns(loss, optimizer):
         yield
         return
     step = optimizer.step
-    step_of_instance = vars(optimizer).get("step")  # a program may have wrapped the method
 
     def step_with_loss():
-        losses = [loss]
+        losses = [loss]  # empty when the closure has been called
 
         def loss_once():
             if not losses:
@@ -107,13 +109,8 @@ def closure_returns(loss, optimizer):
 
         return step(loss_once)
 
-    optimizer.step = step_with_loss
-    try:
+    with mock.patch.object(optimizer, "step", step_with_loss):  # afterwards, a step that a program has wrapped is back
         yield
-    finally:
-        del optimizer.step
-        if step_of_instance is not None:
-            optimizer.step = step_of_instance
 
 
 @contextlib.contextmanager

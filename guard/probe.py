@@ -1,15 +1,16 @@
 """Refuses optimizers that would update shards differently from whole tensors.
 
-Some optimizers are not element-wise, such as Lamb and Muon. Others update tensors together, such as Prodigy, and would
-update a rank's share differently. A class of a user's own may keep a gradient that a stage overwrites before the next
-step, or may have groups of its own. A trial finds such classes before anything is changed: on tensors of its own it
-builds and steps the class as a stage does, and once more on whole, plain tensors. Shown by tests/stages/test_probe.py
-and tests/stages/test_own_classes.py.
+Some optimizers are not element-wise, such as Lamb and Muon. Others compute with all tensors together, such as Prodigy,
+so that the part of the tensors that one rank has would get another update. A class of a user's own may keep a gradient
+that a stage overwrites before the next step, or may have groups of its own. A trial finds such classes before anything
+is changed: on tensors of its own it builds and steps the class as a stage does, and once more on whole, plain tensors.
+Shown by tests/stages/test_probe.py and tests/stages/test_own_classes.py.
+
+A *share* is what one rank updates: in stages 1 and 2 whole tensors, in stages 3 and 4 flat pieces of tensors.
 """
 
 import collections
 import copy
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -25,9 +26,16 @@ from .schema import reason_of
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 # (dtype, tolerance relative to how far a tensor moves). An optimizer that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
-SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # by number of dimensions; with more dimensions (4, 4, 3, …)
+SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # number of dimensions -> shape; for more dimensions see small_shape()
 # A trial that has passed in this process -> whether it left gradients. A program with many optimizers then waits once.
 PASSED: dict[tuple, bool] = {}
+
+
+class Trial(NamedTuple):
+    options: dict  # hyperparameters
+    device: torch.device
+    shapes: list  # of the tensors
+    phases: list  # such as PHASES
 
 
 class Outcome(NamedTuple):
@@ -41,7 +49,7 @@ def check_elementwise(make_optimizer, groups, unit=1, make_plain=None):
     unit: shards start at multiples of this number of elements in a tensor, as in variants/blocks.py.
     """
     refusal = "{} is not element-wise, shards would differ: stage 2 or variants/muon.py ({})"
-    return check(make_optimizer, groups, unit, True, refusal, make_plain)
+    return check(make_optimizer, groups, unit, are_views=True, refusal=refusal, make_plain=make_plain)
 
 
 def check_one_by_one(make_optimizer, groups, are_views=False, make_plain=None):
@@ -54,6 +62,7 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     """Try for each kind of group whether two and three ranks that update a share each get the result of one rank.
 
     Args:
+        make_optimizer: functools.partial of the optimizer class, which takes groups.
         unit: pieces of tensors start at multiples of this number of elements. None: a share has whole tensors.
         are_views: whether the class steps views of flat memory. All steps then find their gradients in the same memory.
         refusal: text of the error, with {} for the optimizer's name and {} for the reason.
@@ -69,16 +78,17 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     check_groups(make_plain, groups)
     leaves_grads = False
     for trial in trials_of(groups):
-        key = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))
+        key = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))  # texts show all hyperparameters
         if key not in PASSED:
-            whole, (dtype, tolerance) = unsharded(trial, make_plain)
+            whole, dtype, tolerance = unsharded(trial, make_plain)
             for n_ranks in (2, 3):
                 try:
-                    shared = trial(make_optimizer, n_ranks, dtype, unit, are_views)
+                    shared = run(trial, make_optimizer, n_ranks, dtype, unit, are_views)
                 except Exception as failure:  # Muon needs matrices
                     raise ValueError(refusal.format(name, reason_of(failure))) from failure
                 if not are_alike(whole, shared, tolerance):
-                    if are_views and not are_alike(whole, trial(make_plain, 1, dtype, None, True), tolerance):
+                    whole_views = run(trial, make_plain, 1, dtype, None, True) if are_views else whole
+                    if not are_alike(whole, whole_views, tolerance):
                         raise ValueError(f"{name} steps views otherwise than parameters: keep p.grad.clone(), not "
                                          "p.grad, and don't test p.requires_grad")
                     raise ValueError(refusal.format(name, "parameters differ"))
@@ -87,9 +97,11 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     return leaves_grads
 
 
-def are_alike(whole, shared, tolerance):
-    return all(torch.allclose(alone, part, tolerance, tolerance * alone.abs().max().item(), equal_nan=True)
-               for alone, part in zip(whole.moved, shared.moved))
+def are_alike(outcome, other, tolerance):
+    """Return whether all values have moved alike in two trials, in each phase."""
+    # allclose() takes a relative tolerance and an absolute one, which here is a part of the largest move.
+    return all(torch.allclose(moved, moved_there, tolerance, tolerance * moved.abs().max().item(), equal_nan=True)
+               for moved, moved_there in zip(outcome.moved, other.moved))
 
 
 def check_groups(make_optimizer, groups):
@@ -97,7 +109,7 @@ def check_groups(make_optimizer, groups):
     own_groups = []
     for group in groups:
         params = [torch.zeros(small_shape(param.dim()), dtype=param.dtype, device=param.device)
-                  for param in group["params"][:2]]
+                  for param in group["params"][:2]]  # two are enough
         own_groups.append({**copy.deepcopy(hyperparameters(group)), "params": params})
     given_ids = [list(map(id, group["params"])) for group in own_groups]
     made_ids = [list(map(id, group["params"])) for group in make_optimizer(own_groups).param_groups]
@@ -107,27 +119,35 @@ def check_groups(make_optimizer, groups):
 
 
 def small_shape(n_dims):
+    """Return a shape of few elements. With three or more dimensions it is (4, 4, 3, …)."""
     return SMALL_SHAPES.get(n_dims, (4, 4, *[3] * (n_dims - 2)))
 
 
+def large_shape(n_dims, n_rows, numel):
+    """Return (n_rows, 2, 2, …, number of columns): a shape of `numel` elements."""
+    twos = [2] * (n_dims - 2)
+    return n_rows, *twos, max(1, numel // n_rows // 2 ** len(twos))
+
+
 def unsharded(trial, make_optimizer):
-    """Return (Outcome of one rank that updates everything, precision): the first of PRECISIONS that works."""
-    for precision in PRECISIONS:
+    """Return (Outcome of one rank that updates everything, dtype, tolerance), in the first of PRECISIONS that works."""
+    for dtype, tolerance in PRECISIONS:
         try:
-            return trial(make_optimizer, 1, precision[0], None, False), precision
+            return run(trial, make_optimizer, 1, dtype, None, False), dtype, tolerance
         except Exception as failure:
-            cause, reason = failure, reason_of(failure)
-    shapes = ", ".join(map(str, trial.keywords["shapes"]))
+            cause = failure
+            reason = reason_of(failure)
+    shapes = ", ".join(map(str, trial.shapes))
     raise ValueError(f"{make_optimizer.func.__name__} fails in a trial on tensors of {shapes}: {reason}") from cause
 
 
 def trials_of(groups):
-    """Yield three calls of `run` for each kind of group: one on small tensors, two on large ones.
+    """Yield three Trials for each kind of group: one of small tensors, two of large ones.
 
     Tensors have as many dimensions as the group's tensors. Groups that differ only in lr are one kind, which is tried
     with the largest lr.
     """
-    kinds = collections.defaultdict(list)
+    kinds = collections.defaultdict(list)  # text of the hyperparameters without lr -> groups that have these
     for group in groups:
         if group["params"]:
             kinds[repr({**hyperparameters(group), "lr": None, "initial_lr": None})].append(group)
@@ -141,25 +161,24 @@ def trials_of(groups):
             raise ValueError(f"lr is {options['lr']}: it must be a finite number")
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
         small_shapes = [small_shape(n) for n in n_dims]
-        several_shapes = (small_shapes * 3)[: max(3, len(small_shapes))]  # so that each of three ranks has a tensor
-        trial = functools.partial(run, options=options, device=device)
-        yield functools.partial(trial, shapes=several_shapes, phases=PHASES)
+        n_tensors = max(3, len(small_shapes))  # so that each of three ranks has a tensor
+        yield Trial(options, device, (small_shapes * 3)[:n_tensors], PHASES)
         # 8-bit optimizers have rules about the number of elements: more than 4096 or 65536, a power of two, a multiple
         # of 256 or 2048. 2**17 elements meet each of these rules, and a third of 2**17 is no such multiple.
         # bitsandbytes uses 8 bits from 4096 elements on: 6144 are enough, and halves and thirds of 6144 aren't.
-        for rows, numel in (512, 2**17), (48, 6144):
-            # For each of n_dims a shape of `numel` elements: (rows, 2, 2, …, columns).
-            shapes = [(rows, *[2] * (n - 2), max(1, numel // rows // 2**(n - 2))) for n in n_dims if n > 1]
-            yield functools.partial(trial, shapes=shapes or [(numel,)], phases=[(2, False, 1.0)])
+        for n_rows, numel in (512, 2**17), (48, 6144):
+            shapes = [large_shape(n, n_rows, numel) for n in n_dims if n > 1]
+            yield Trial(options, device, shapes or [(numel,)], phases=[(2, False, 1.0)])
 
 
 @torch.no_grad()
-def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, phases, device):
-    """Let `n_ranks` ranks update a share each. Returns an Outcome."""
-    values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)
+def run(trial, make_optimizer, n_ranks, dtype, unit, are_views):
+    """Let `n_ranks` ranks update a share each, all in this process. Returns an Outcome."""
+    options, device, shapes, phases = trial
+    values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)  # of all tensors
     grads = torch.zeros_like(values)
     shares = shares_of(values, shapes, n_ranks, unit)  # for each rank the parameters that it updates
-    places = list(itertools.chain(*shares))  # for each parameter its part of `values`
+    places = list(itertools.chain(*shares))  # for each parameter its place in `values`; with `are_views` it lies there
     if not are_views:
         shares = [[place.clone().requires_grad_() for place in share] for share in shares]
     params = list(itertools.chain(*shares))
@@ -167,7 +186,7 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
     optimizers = [make_optimizer([{**copy.deepcopy(options), "params": list(share)}]) for share in shares]
     for param, view in zip(params, grad_views):
         param.grad = view
-    tensors = InnerTensors(params)
+    inner_tensors = InnerTensors(params)  # gives them their memory again, as stages 3 and 4 do
     generator = torch.Generator().manual_seed(0)
     moved = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_global_hooks():
@@ -183,7 +202,7 @@ def run(make_optimizer, n_ranks, dtype, unit, are_views, *, options, shapes, pha
                 for optimizer in optimizers:
                     optimizer.step()
                 if are_views:
-                    tensors.take_back()
+                    inner_tensors.take_back()
             for place, param in zip(places, params):
                 place.copy_(param)  # does nothing if `param` is this view
             moved.append(values - before)
@@ -199,17 +218,17 @@ def shares_of(flat, shapes, n_ranks, unit):
     shares = [[] for _ in range(n_ranks)]
     end = 0
     for number, shape in enumerate(shapes):
-        begin = end
+        begin = end  # a tensor lies at begin:end of `flat`
         end = begin + math.prod(shape)
         if unit is None:
             shares[number % n_ranks].append(flat[begin:end].view(shape))
             continue
-        cuts = [begin]
+        cuts = [begin]  # for each rank, where its piece of this tensor begins
         for rank in range(1, n_ranks):
-            cut = flat.numel() * rank // n_ranks
+            cut = flat.numel() * rank // n_ranks  # ranks get equal parts of `flat`, but for the units
             cut_at_unit = begin + max(0, cut - begin) // unit * unit
             cuts.append(end if cut >= end else cut_at_unit)
         for share, start, stop in zip(shares, cuts, [*cuts[1:], end]):
-            if start < stop:
+            if start < stop:  # a rank may have no piece of this tensor
                 share.append(flat[start:stop])
     return shares

@@ -15,8 +15,7 @@ from .groups import checksum_of, first_difference, named_params, settings_of
 
 
 class ParamsReader(torch.optim.Optimizer):
-    """Reads parameters as torch does. It has no other use, because torch changes the class of an object that it makes.
-    """
+    """Reads parameters as torch does. It has no other use: torch replaces the `step` of a class that has an object."""
 
 
 def checked_groups(optimizer, params, settings):
@@ -42,26 +41,27 @@ def checked_groups(optimizer, params, settings):
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups = []
     error = None
-    device = next(iter(backends_of(process_group)))
+    device = next(iter(backends_of(process_group)))  # any type of device whose tensors the group can send
     try:
         if isinstance(params, (set, frozenset)):  # torch refuses a set only inside a group
             raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
-        groups = ParamsReader(params, optimizer.make_optimizer([{"params": []}]).defaults).param_groups
+        defaults = optimizer.make_optimizer([{"params": []}]).defaults  # lr and so on
+        groups = ParamsReader(params, defaults).param_groups
         named = named_params(groups)
         if not named:  # as in torch, one group may be empty, but not all
             raise ValueError("the parameter list is empty: pass model.parameters()")
-        if named[0][1].device.type == device:
-            device = named[0][1].device  # the GPU with the model, if there are several
+        _, first_param = named[0]
+        if first_param.device.type == device:
+            device = first_param.device  # the GPU with the model, if there are several
         check_params(named, optimizer._takes_dtensors)
         stored = optimizer._refuse(named)
         check_memory(stored, optimizer._takes_channels_last)
-        settings = {name: str(value) for name, value in settings.items()}
-        settings["average_over"] = divisor_of(optimizer.average_over, optimizer._n_averaged,
-                                              dist.get_world_size(process_group))
+        settings = {name: str(value) for name, value in settings.items()}  # for the ranks to compare
+        settings["average_over"] = divisor_of(optimizer.average_over, dist.get_world_size(process_group))
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
-            # The key is only unique; the value, which an error shows, has the name.
+            # An error shows the value, which has the name of the parameter. The key is any that is still free.
             settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
         settings.update(settings_of(groups))
     except Exception as refusal:
@@ -106,56 +106,55 @@ def check_memory(named, takes_channels_last):
     """Refuse tensors with gaps in memory, and tensors that share memory: one's update would overwrite the other's."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d} if takes_channels_last else {}
     for name, tensor in named:
-        layouts = torch.contiguous_format, channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
-        if not any(tensor.is_contiguous(memory_format=layout) for layout in layouts):
+        other_layout = channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
+        if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=other_layout):
             raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout, "
                              "by contiguous() or model.to(memory_format=torch.contiguous_format)")
-    # data_ptr() is 0 for empty tensors and on the meta device
+    # In the order of memory. data_ptr() is 0 for empty tensors and on the meta device.
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
-    for (start, nbytes, name), (next_start, _, next_name) in zip(spans, spans[1:]):
-        if next_start < start + nbytes:
+    for (start, n_bytes, name), (next_start, _, next_name) in zip(spans, spans[1:]):
+        if next_start < start + n_bytes:
             raise ValueError(f"parameters {name} and {next_name} share memory: pass each one once, and tie as one "
                              "torch.nn.Parameter")
 
 
-def divisor_of(average_over, n_averaged, n_ranks):
-    """Return the number by which gradients are divided: `average_over`, or the size of this process group.
-
-    n_averaged: the number of gradients that `n_ranks` ranks add up, one per rank. variants/same_bits.py adds several
-        per rank, so there a process group counts as often.
+def divisor_of(average_over, n_ranks):
+    """Return the number by which gradients are divided: `average_over`, or its size if it is a group. None: `n_ranks`.
     """
     if average_over is None:
-        return n_averaged
+        return n_ranks
     is_group = isinstance(average_over, dist.ProcessGroup)
-    number = average_over.size() * n_averaged / n_ranks if is_group else average_over
+    number = float(average_over.size()) if is_group else average_over
     if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 < number < math.inf:
         raise ValueError(f"average_over is {number}: it must be a process group of this rank, or a number above 0")
     return number
 
 
 def data_replaced(name):
-    """Return the error for a parameter that no longer has the memory that this optimizer updates."""
+    """Return the error for a parameter whose values no longer lie where this optimizer updates them."""
     return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), Trainer (see "
                         "docs/frameworks.md), share_memory(), vector_to_parameters() or another optimizer, and this "
                         "one steps the old: write into it with copy_(), or build the optimizer afterwards")
 
 
 def agree(error, settings, process_group, device):
-    """Raise on every rank if one of them has an `error`, or if they have different `settings`. Collective."""
+    """Raise on every rank if a rank has an `error`, or if the ranks have different `settings`. Collective."""
     checksum = checksum_of(settings)
-    report = torch.tensor([error is not None, checksum, -checksum], device=device)  # the smallest is -max(-checksum)
+    report = torch.tensor([error is not None, checksum, -checksum], device=device)
+    # The largest of each. The smallest checksum is the negative of the largest -checksum.
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if failed:
-        reports = [None] * dist.get_world_size(process_group)
         # Other ranks raise a class of Python. A library's own class may be missing there, or may take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
         own_report = None if error is None else (kind, str(error))
+        reports = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(reports, own_report, group=process_group)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        rank, report = next((rank, report) for rank, report in zip(ranks, reports) if report)
-        kind, text = report
-        raise error or kind(f"rank {rank}: {text}")
+        for rank, report_of_rank in zip(ranks, reports):
+            if report_of_rank:
+                kind, text = report_of_rank
+                raise error or kind(f"rank {rank}: {text}")
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")
 

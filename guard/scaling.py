@@ -31,7 +31,7 @@ def total_norm(optimizer, norm_type):
     """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective.
 
     The norm of a whole is the norm of the norms of its parts. The ranks of the process group have the parts of a
-    gradient. A DTensor's gradient is also spread over the ranks of its mesh groups, which are process groups.
+    gradient. A DTensor's gradient is also cut over the ranks of other process groups, its mesh groups.
     """
     # A norm of type 0 counts tensors. A shard doesn't know how many tensors it has parts of.
     if not norm_type > 0:
@@ -80,8 +80,9 @@ def refuse_unseen(clip_name, params):
 
     A rank may clip its own gradients by value on purpose, so clip_grad_value_() is a warning.
 
-    The optimizer or buffer that owns a gradient hook says what `param.grad` holds: "averages"; "own", the gradient of
-    this rank; or "nothing". A parameter has two owners if a program has built a newer optimizer on it.
+    An optimizer, or its buffer, has a hook on each of its parameters. It says in `_param_grad_holds` what `param.grad`
+    holds: "averages"; "own", the gradient of this rank; or "nothing". A parameter has two such owners if a program has
+    built a newer optimizer on it.
     """
     for param in params:
         owners = owners_of(param)
@@ -98,13 +99,13 @@ def refuse_unseen(clip_name, params):
                           "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
             return
         if finds_none or finds_own:
-            what = "no gradient" if finds_none else "this rank's own gradient, not the average,"
-            raise RuntimeError(f"torch.nn.utils.{clip_name}() finds {what} in param.grad: call "
+            finding = "no gradient" if finds_none else "this rank's own gradient, not the average,"
+            raise RuntimeError(f"torch.nn.utils.{clip_name}() finds {finding} in param.grad: call "
                                "clip_grad_norm_(max_norm) of the DistributedOptimizer")
 
 
 def refusing(clip):
-    """Return a function that calls `refuse_unseen` and then torch's function `clip`."""
+    """Return a function that calls `refuse_unseen` and then torch's function `clip`; `unwatch` finds `__wrapped__`."""
     @functools.wraps(clip)
     def clip_or_refuse(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -117,7 +118,8 @@ def refusing(clip):
 def watch_torch(optimizer):
     """Change functions of torch until the last DistributedOptimizer is gone.
 
-    The clipping functions call `refuse_unseen` first. And model.zero_grad() becomes dropping.py's `zero_grad`.
+    The clipping functions call `refuse_unseen` first. And model.zero_grad() becomes the function of dropping.py, which
+    also drops gradients that aren't in param.grad.
     """
     if not ALIVE:
         for cell in CELLS:

@@ -1,8 +1,9 @@
 """Makes the state_dict of a sharded optimizer in torch's form, and loads one. A tensor that is cut is a FlatShard.
 
 Situation: torch's get_state_dict() and set_state_dict(), accelerate and Lightning save an optimizer by its state_dict.
-All ranks have the same entries, whether they update a parameter or not. A rank learns the names of the entries from
-the optimizer's class, without a message. No tensor is copied. Shown by tests/checkpoint/test_torch.py.
+The state of a parameter has *entries*, such as "exp_avg". All ranks have entries of the same names, whether they update
+a parameter or not. A rank learns the names without a message: schema.py steps the optimizer's class on trial, and
+returns a Schema, a description of the entries. No tensor is copied. Shown by tests/checkpoint/test_torch.py.
 """
 
 import copy
@@ -14,18 +15,18 @@ import torch
 import torch.distributed as dist
 
 from .flat_shard import FlatShard
-from .groups import all_params, as_python, hyperparameters, mesh_groups_of, named_params, settings_of
+from .groups import all_params, as_python, hyperparameters, mesh_groups_of, named_params, settings_of, with_indices
 from .refuse import agree
 from .schema import COMPUTABLE, Schema, Spec, check_state, fresh_state, schema_of
 from .states import MAIN_PARAM
 
 
 class Part(NamedTuple):
-    """The flat elements `start` to `stop` of a parameter, or of a DTensor's local part, which this rank updates."""
+    """What this rank updates: the flat elements `start` to `stop` of a parameter, or of the local part of a DTensor."""
 
     label: str  # "parameter " and its name, for messages
     param: torch.Tensor
-    main: Any  # the main parameter. None: this rank updates no element
+    main: Any  # the main parameter, which the inner optimizer steps. None: this rank updates no element
     start: int
     stop: int
     offsets: tuple  # where the local part of a DTensor begins in the whole
@@ -34,16 +35,16 @@ class Part(NamedTuple):
     options: dict  # hyperparameters of the parameter's group
     schema: Schema | None  # of the parameter's state. None: the class can't step one parameter alone
     dtype: torch.dtype  # of the main parameter
-    gather: Any  # the `gather` of this parameter's FlatShards
+    gather: Any  # function: a value of this rank -> the values of all ranks that have parts; FlatShards need it
 
     @property
     def has_one_owner(self):
-        """Return whether one rank updates the whole parameter, as in stages 1 and 2: a tensor of the whole shape."""
+        """Return whether one rank updates the whole parameter, or local part, as in stages 1 and 2."""
         stepped_shape = self.schema.shape if self.schema else self.main.shape
-        return stepped_shape == self.sizes
+        return stepped_shape == self.sizes  # flat pieces are stepped in another shape
 
     def shard(self, elements):
-        """Return a FlatShard of `elements`, which this rank has of a tensor with the parameter's shape."""
+        """Return a FlatShard of `elements`: this rank's part of a tensor with the parameter's shape."""
         return FlatShard(self.param.shape, self.start, self.stop, elements.detach().reshape(-1), self.offsets,
                          self.sizes, self.is_replica, self.gather)
 
@@ -55,7 +56,7 @@ class Part(NamedTuple):
         if name == "step":  # torch's name for a count of steps, which may have the shape of a scalar parameter
             return False
         entry = self.schema.entries.get(name) if self.schema else None
-        if entry is None:  # a later step makes this entry, so the trial step of the schema hasn't
+        if entry is None:  # a later step than the trial step makes this entry
             return value.shape in (self.main.shape, self.param.shape)
         return isinstance(entry, Spec) and entry.shape == self.schema.shape
 
@@ -69,19 +70,19 @@ def parts_of(optimizer) -> list[Part]:
     for (name, param), options in zip(named_params(optimizer.param_groups), options_of_each):
         main, start, stop = piece_of.get(id(param), (None, 0, 0))
         offsets, sizes = box_of(param)
-        spread_over = mesh_groups_of(param)
-        # The ranks of the other groups of the mesh have equal copies of the parameter. Each group's first rank writes.
-        is_replica = any(dist.get_rank(group) > 0 for group in mesh_groups if group not in spread_over)
+        groups_with_parts = mesh_groups_of(param)  # the ranks of each of these have different parts of a DTensor
+        groups_with_copies = [group for group in mesh_groups if group not in groups_with_parts]
+        is_replica = any(dist.get_rank(group) > 0 for group in groups_with_copies)  # the first rank of each writes
         shape, dtype = optimizer._stepped_as(param)
         schema = schema_of(optimizer.make_optimizer, options, shape, dtype, param.device)
-        gather = gather_over([optimizer.process_group, *spread_over])
+        gather = gather_over([optimizer.process_group, *groups_with_parts])
         parts.append(Part(f"parameter {name}", param, main, start, stop, offsets, sizes, is_replica, options, schema,
                           dtype, gather))
     return parts
 
 
 def other_mesh_groups(optimizer):
-    """Return the process groups of the DTensors' meshes, without the group over which the optimizer shards."""
+    """Return the process groups of the DTensors' meshes, without the optimizer's own process group."""
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
     own_ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
@@ -89,19 +90,24 @@ def other_mesh_groups(optimizer):
 
 
 def box_of(param):
-    """Return (offsets, sizes) of a DTensor's local part in the whole. Of any other tensor the local part is all of it.
+    """Return (offsets, sizes): where the local part of a DTensor begins in the whole, and its shape.
+
+    A plain tensor counts as its own local part.
     """
     if not hasattr(param, "placements"):
         return (0,) * param.dim(), tuple(param.shape)
     for placement in param.placements:
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ValueError(f"a DTensor with placement {placement} isn't one box: only Shard and Replicate are kept")
-    (chunk,) = param.__create_chunk_list__()
+    (chunk,) = param.__create_chunk_list__()  # what DTensor tells torch.distributed.checkpoint
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def gather_over(groups):
-    """Return a collective function: value -> the values of all ranks that `groups` reach, one group after the other."""
+    """Return a collective function: value -> list of the values of all ranks that have a part of the tensor.
+
+    After the first group each rank has the values of that group's ranks. It gathers these lists over the next group.
+    """
     def gather(value):
         values = [value]
         for group in groups:
@@ -122,26 +128,22 @@ def state_dict_of(optimizer, with_fresh=True):
     with_fresh: whether a parameter that has no state yet gets entries as before its first step. torch needs them to
         load.
     """
-    # As in torch, the state of a key that is no parameter is kept, too.
+    # As in torch, a state that the class keeps under a key that is no parameter is saved, too.
     state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for index, part in enumerate(parts_of(optimizer)):
         entries = entries_of(optimizer, part, with_fresh)
         if entries is not None:
             state[index] = entries
-    groups = []
-    indices = itertools.count()  # of parameters, through all groups
-    for group in optimizer.param_groups:
-        options = {key: as_python(value) for key, value in group.items()}
-        groups.append({**options, "params": [next(indices) for _ in group["params"]]})
-    return {"state": state, "param_groups": groups, "n_steps": optimizer._n_steps}
+    groups = [{key: as_python(value) for key, value in group.items()} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": with_indices(groups), "n_steps": optimizer._n_steps}
 
 
 def entries_of(optimizer, part, with_fresh):
     """Return the entries of a parameter's state, name -> value. None: the parameter is frozen or was never stepped.
 
     If this rank has no state yet, the entries are fresh. A rank that updates no element of the parameter returns
-    FlatShards without elements, also for entries that aren't cut, such as "step". DCP would write a plain value from
-    whichever rank comes first.
+    FlatShards without elements, also for entries that aren't cut, such as "step". Of plain values
+    torch.distributed.checkpoint would write any rank's, maybe the value of a rank that doesn't step the parameter.
     """
     may_be_fresh = part.param.requires_grad and with_fresh
     if not part.param.numel():  # no rank owns an element, so every rank returns the same fresh state
@@ -168,7 +170,7 @@ def empty_entries(part):
         return None
     entries = {}
     for name, value in part.schema.entries.items():
-        spec = value if isinstance(value, Spec) else Spec((), torch.float32)
+        spec = value if isinstance(value, Spec) else Spec((), torch.float32)  # in place of a number
         shape = part.param.shape if part.is_cut(name, value) else spec.shape
         entries[name] = FlatShard(shape, 0, 0, torch.empty(0, dtype=spec.dtype, device=part.param.device),
                                   gather=part.gather)
@@ -202,7 +204,7 @@ class PreparedLoad(NamedTuple):
     """Everything that a load changes, computed before the first change."""
 
     main_params: list  # (main parameter, its new value)
-    inner: Any  # a copy of the inner optimizer, with the new state
+    inner: Any  # a copy of the inner optimizer that has the new state
     options: list[dict]  # for each group its new hyperparameters
     n_steps: int
 
@@ -218,7 +220,7 @@ def load_state_dicts(optimizers, state_dicts, process_group):
     for optimizer, state_dict in zip(optimizers, state_dicts):
         try:
             prepared_loads.append(prepared_on_all_ranks(optimizer, state_dict, device))
-        except Exception as error:  # go on, because ranks without this optimizer wait in the agree() below
+        except Exception as error:  # go on: other ranks may be without this optimizer, and wait in the agree() below
             first_error = first_error or error
     if len(optimizers) > 1:
         agree(first_error, {}, process_group, device)
@@ -236,7 +238,7 @@ def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
     settings = {}
     try:
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(optimizer, dict(state_dict)) or state_dict
+            state_dict = hook(optimizer, dict(state_dict)) or state_dict  # a hook may return another one
         prepared = prepared_load(optimizer, state_dict)
         settings = {**settings_of(prepared.options), "n_steps": float(prepared.n_steps)}
     except Exception as failure:
@@ -258,21 +260,21 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
                          "checkpoint.full_state_dict(optimizer)")
     states = state_dict["state"]
     saved_groups = state_dict["param_groups"]
-    n_saved = [len(group["params"]) for group in saved_groups]
-    n_own = [len(group["params"]) for group in optimizer.param_groups]
-    if n_saved != n_own:
-        raise ValueError(f"this state_dict has groups of {n_saved} parameters, this optimizer has {n_own}")
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != own_sizes:
+        raise ValueError(f"this state_dict has groups of {saved_sizes} parameters, this optimizer has {own_sizes}")
     keys = [key for group in saved_groups for key in group["params"]]  # indices, or names in the same order
     for key in states.keys() - set(keys):
         if not isinstance(key, str):
             raise ValueError(f"this state_dict has a state of {key!r}, which is in none of its groups")
-    main_params = []
-    state_of = {}
+    main_params = []  # (main parameter, its new value)
+    state_of = {}  # main parameter -> its new state
     for key, part in zip(keys, parts_of(optimizer)):
         if part.start == part.stop:
             continue
-        saved = states.get(key, {})
-        state = {name: loaded_value(part, name, saved[name]) for name in saved if not is_missing(saved[name])}
+        entries = states.get(key, {}).items()
+        state = {name: loaded_value(part, name, value) for name, value in entries if not is_missing(value)}
         main_param = state.pop(MAIN_PARAM, None)
         if part.dtype != part.param.dtype:
             if main_param is None:  # a plain torch optimizer has none: start from the 16-bit parameter
@@ -288,7 +290,7 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
 
 
 def is_missing(value):
-    """Return whether `value` is an empty dict: torch puts one in place of a value that its flattened form lacks."""
+    """Return whether `value` is an empty dict, which torch puts in place of an entry that a file hasn't."""
     return isinstance(value, dict) and not value
 
 
@@ -303,8 +305,8 @@ def loaded_value(part, name, value):
                              "DTensors alone: call checkpoint.full_state_dict(optimizer)")
         if value.place == (tuple(part.param.shape), part.offsets, part.sizes, part.start, part.stop):
             return value.local.view(part.main.shape)
-        has_all_elements = value.numel() and value.local.numel() == value.numel()
-        if not has_all_elements:
+        is_complete = value.local.numel() == value.numel() > 0
+        if not is_complete:
             raise ValueError(f"{name} of {part.label} has elements {value.start} to {value.stop}, this rank needs "
                              f"{part.start} to {part.stop}: save with torch.distributed.checkpoint, which cuts states "
                              "for other ranks and buckets, or load a checkpoint.full_state_dict(optimizer)")
@@ -315,8 +317,8 @@ def loaded_value(part, name, value):
     is_whole = isinstance(value, torch.Tensor) and value.shape == part.param.shape
     is_cut_here = part.param.shape != part.main.shape
     if is_whole and is_cut_here and (name == MAIN_PARAM or part.is_cut(name, value)):
-        box = tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes))
-        return value[box].reshape(-1)[part.start : part.stop].clone().view(part.main.shape)
+        local_box = tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes))
+        return value[local_box].reshape(-1)[part.start : part.stop].clone().view(part.main.shape)
     return value
 
 
@@ -332,14 +334,15 @@ def checked_main_param(part, value):
 
 
 def with_strides_of(main, value):
-    """Return `value`, with the strides of `main` if it is a tensor of this shape: fused kernels ignore strides."""
+    """Return `value`, with the strides of `main` if it is a tensor of this shape, because fused kernels ignore strides.
+    """
     if not isinstance(value, torch.Tensor) or value.shape != main.shape or value.stride() == main.stride():
         return value
     return torch.empty_like(main, dtype=value.dtype).copy_(value)
 
 
 def inner_with(inner, state_of, of_no_parameter, options):
-    """Return a copy of the inner optimizer that has loaded other states and hyperparameters.
+    """Return a copy of the optimizer `inner` that has loaded other states and hyperparameters.
 
     The optimizer class's own load_state_dict runs. torch's version converts integer tensors to floats, so this
     function sets entries that are no float tensors once more.
@@ -349,15 +352,12 @@ def inner_with(inner, state_of, of_no_parameter, options):
         of_no_parameter: key that is no parameter -> its new state.
         options: for each group its new hyperparameters.
     """
-    inner_copy = object.__new__(type(inner))  # shallow, because torch's load replaces `state` and `param_groups`
+    # A shallow copy will do: torch's load_state_dict() replaces `state` and `param_groups`, and doesn't change them.
+    inner_copy = object.__new__(type(inner))
     vars(inner_copy).update(vars(inner))
-    params = all_params(inner)
-    groups = []
-    indices = itertools.count()  # of main parameters, through all groups
-    for group, new_options in zip(inner.param_groups, options):
-        groups.append({**group, **copy.deepcopy(new_options), "params": [next(indices) for _ in group["params"]]})
-    states = {index: state_of[main] for index, main in enumerate(params) if state_of.get(main)}
-    inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": groups})
+    groups = [{**group, **copy.deepcopy(new_options)} for group, new_options in zip(inner.param_groups, options)]
+    states = {index: state_of[main] for index, main in enumerate(all_params(inner)) if state_of.get(main)}
+    inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": with_indices(groups)})
     for main, state in state_of.items():
         for name, value in state.items():
             is_float_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -371,7 +371,7 @@ def install(optimizer, prepared):
     """Change `optimizer` as prepared. If a hyperparameter is a tensor, the new value is copied into this tensor."""
     for main, value in prepared.main_params:
         main.copy_(value)
-    vars(optimizer.optimizer).update(vars(prepared.inner))
+    vars(optimizer.optimizer).update(vars(prepared.inner))  # the program may hold the inner optimizer, so it stays
     optimizer._n_steps = prepared.n_steps
     for group, options in zip(optimizer.param_groups, prepared.options):
         for key, value in options.items():

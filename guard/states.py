@@ -13,7 +13,7 @@ import torch
 from .groups import mesh_groups_of
 
 MAIN_PARAM = "main_param"  # the entry with the main parameter, if it is another tensor than the model's parameter
-MISSING = torch.empty(0)  # value of an entry that this rank hasn't: torch's flattened form needs the name
+MISSING = torch.empty(0)  # stands for a value that another rank has; torch's functions for saving need its name here
 
 
 class ByParameter(MutableMapping):
@@ -24,10 +24,11 @@ class ByParameter(MutableMapping):
     state that a program assigns here is ignored, so that all ranks can run the same code.
 
     Attributes:
-        main_param: parameter of the model -> its main parameter in `inner`.
+        inner: the inner optimizer.
+        main_param: parameter of the model -> its main parameter, which `inner` steps.
         param_of: main parameter -> parameter of the model.
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
-        foreign_params: parameters of the model of which this rank updates nothing.
+        foreign_params: the parameters of the model of which this rank updates no element.
         main_params_by_mesh_groups: the process groups over which DTensors are spread, a tuple -> main parameters of
             these DTensors; () -> main parameters of all other parameters. `total_norm` communicates for each key, so
             every rank has the same keys in the same order.
@@ -40,25 +41,28 @@ class ByParameter(MutableMapping):
     def __init__(self, inner, params, pieces, names_of):
         self.inner = inner
         self.names_of = names_of
-        pieces = list(pieces)
-        self.main_param = {param: main for param, _, _, main in pieces}
-        self.range_of = {param: (start, stop) for param, start, stop, _ in pieces}
+        self.main_param = {}
+        self.range_of = {}
+        for param, start, stop, main in pieces:
+            self.main_param[param] = main
+            self.range_of[param] = start, stop
         self.param_of = {main: param for param, main in self.main_param.items()}
         self.foreign_params = set(params).difference(self.main_param)
         self.main_params_by_mesh_groups: dict[tuple, list] = {mesh_groups_of(param): [] for param in params}
         for param, main in self.main_param.items():
             self.main_params_by_mesh_groups[mesh_groups_of(param)].append(main)
-        self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))
+        self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))  # of all keys, which are tuples
         self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
         self.device = params[0].device
         self.accessed_params = set()
 
     def _accessed_key(self, param):
-        """Return the key of `param` in `inner.state`, which is about to be accessed."""
+        """Return the key of `param` in `inner.state`, and note that a program accesses this state."""
         self.accessed_params.add(param)
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
+        """Return the state of `param`, with the names of entries that this rank hasn't."""
         state = {} if param in self.foreign_params else self.inner.state[self._accessed_key(param)]
         names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
         missing = [name for name in names if not state or name == MAIN_PARAM]
@@ -76,11 +80,11 @@ class ByParameter(MutableMapping):
         return self._accessed_key(param) in self.inner.state
 
     def __bool__(self):
-        """Return True: if torch found an empty state it would call our `step`, maybe on this rank alone."""
+        """Return True: torch's get_state_dict() calls `step` if the state is empty, which may be on this rank alone."""
         return True
 
     def __iter__(self):
-        return (self.param_of.get(key, key) for key in self.inner.state)
+        return (self.param_of.get(key, key) for key in self.inner.state)  # a key may be no tensor
 
     def __len__(self):
         return len(self.inner.state)
@@ -101,7 +105,7 @@ class ByParameter(MutableMapping):
         return self[param]
 
     def replace(self, state):
-        """Take the place of `optimizer.state = state`."""
+        """Replace all states, as `optimizer.state = state` does in torch."""
         own = {self._accessed_key(key): without_missing(value) for key, value in state.items()}
         self.inner.state = defaultdict(dict, own)
 
@@ -116,27 +120,32 @@ class ByParameter(MutableMapping):
             start, stop = self.range_of[param]
             local_param = getattr(param, "_local_tensor", param)  # of a DTensor
             state = self.inner.state.get(main, {})
-            for key, value in state.items():
-                value = getattr(value, "_local_tensor", value)
-                if not isinstance(value, torch.Tensor) or value.shape != local_param.shape or key == "step":
+            for name, value in state.items():
+                whole = getattr(value, "_local_tensor", value)
+                if not isinstance(whole, torch.Tensor) or whole.shape != local_param.shape or name == "step":
                     continue  # "step", torch's name for a count of steps, may have the shape of a scalar parameter
-                is_in_model_dtype = value.dtype == param.dtype and param.dtype != main.dtype
-                if value.shape != main.shape or is_in_model_dtype:
-                    dtype = main.dtype if is_in_model_dtype else value.dtype
-                    state[key] = value.reshape(-1)[start:stop].to(main.device, dtype, copy=True).view_as(main)
+                is_in_model_dtype = whole.dtype == param.dtype and param.dtype != main.dtype
+                if whole.shape != main.shape or is_in_model_dtype:
+                    dtype = main.dtype if is_in_model_dtype else whole.dtype
+                    state[name] = whole.reshape(-1)[start:stop].to(main.device, dtype, copy=True).view_as(main)
         self.accessed_params.clear()
 
 
 def without_missing(state):
-    """Return a state that a user has assigned, without the empty entries of a StateOfParameter."""
-    return {key: value for key, value in state.items() if value is not MISSING} if isinstance(state, dict) else state
+    """Return a state that a user has assigned, without the entries of a StateOfParameter that are MISSING."""
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if value is not MISSING}
 
 
 class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
-    """A state that also has names of entries which are missing on this rank. Writing changes the real state."""
+    """A state that also has names of entries which are missing on this rank. Writing changes the real state.
+
+    It is a dict because torch asks for one; the dict's own content stays empty.
+    """
 
     def __init__(self, real_state, missing=()):
-        self.real_state = real_state
+        self.real_state = real_state  # the inner optimizer's
         self.missing = dict.fromkeys(missing, MISSING)
 
     def __getitem__(self, name):
@@ -163,4 +172,5 @@ def update_main_param(main_param, param):
     """
     if main_param is not param:
         param = param.to(main_param.device)
-        main_param.copy_(torch.where(param != main_param.to(param.dtype), param, main_param))
+        is_changed = param != main_param.to(param.dtype)
+        main_param.copy_(torch.where(is_changed, param, main_param))

@@ -22,7 +22,7 @@ from .probe import check_one_by_one
 
 class OfWholeParams(Guarded):
     _probe = staticmethod(check_one_by_one)
-    has_grads = _grads_elsewhere = False
+    has_grads = _grads_elsewhere = False  # nothing that param.grad doesn't show
     _takes_channels_last = True
     _grads_synced = False  # whether param.grad holds the average already
 
@@ -71,18 +71,19 @@ class OfWholeParams(Guarded):
             return
         params = all_params(self)  # frozen parameters, too: other ranks may not have frozen them
         grads = [dense_grad(param) for param in params]
-        used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
-        super().average([*grads, used])  # behind the gradients a flag per parameter; above 0: some rank has used it
-        for param, grad, is_used in zip(params, grads, used.tolist()):
-            if is_used:
+        flags = torch.tensor([param.grad is not None for param in params]).to(grads[0])  # 1.0: this rank has a gradient
+        super().average([*grads, flags])  # in place; then a flag above 0 says that some rank has a gradient
+        for param, grad, flag in zip(params, grads, flags.tolist()):
+            if flag > 0:
                 param.grad = grad
         self._grads_synced = True
 
     def _total_norm(self, norm_type):
         """Return the norm without communication, because each rank has all averaged gradients."""
-        return torch.nn.utils.get_total_norm([p.grad for p in all_params(self) if p.grad is not None], norm_type)
+        grads = [param.grad for param in all_params(self) if param.grad is not None]
+        return torch.nn.utils.get_total_norm(grads, norm_type)
 
-    _averaged_params = all_params
+    _averaged_params = all_params  # a method: all parameters of `self`
 
     def _take_model_changes(self):
         """Do nothing: the optimizer updates the model's own parameters."""
@@ -91,7 +92,7 @@ class OfWholeParams(Guarded):
         super().sync_params()
         if self._leaves_grads:
             self._grads_synced = False
-        else:  # the class drops the gradients of its own parameters: so drop those of all others
+        else:  # the class drops the gradients of its own parameters: so drop those of the other ranks' parameters
             self.zero_grad()
 
     def zero_grad(self, set_to_none=True):
@@ -116,5 +117,5 @@ def dense_grad(param):
     if param.grad is None:
         return torch.zeros_like(param)
     grad = param.grad.to_dense()  # returns the tensor itself unless it is sparse
-    alike = grad.stride() == param.stride() and grad.dtype == param.dtype
-    return grad if alike else torch.empty_like(param).copy_(grad)
+    is_alike = grad.stride() == param.stride() and grad.dtype == param.dtype
+    return grad if is_alike else torch.empty_like(param).copy_(grad)

@@ -52,7 +52,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _refuse(self, named):
         """Refuse gradients that the buffer or main gradients can't hold. Return `named`."""
         for name, param in named:
-            if self.grad_dtype not in (None, param.dtype, torch.float32 if param.dtype.itemsize <= 2 else None):
+            fp32_or_none = torch.float32 if param.dtype.itemsize <= 2 else None
+            if self.grad_dtype not in (None, param.dtype, fp32_or_none):
                 raise ValueError(f"parameter {name} is {param.dtype}: its gradients can't be kept in {self.grad_dtype}")
         return named
 
@@ -66,6 +67,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return any(buffer.in_main_grad for buffer in self.buffers)
 
     def _before_average(self, arguments):
+        """Refuse gradients that come too late. Return whether the gradients aren't averaged yet."""
         for buffer in self.buffers:
             buffer.refuse_changes(self.param_groups)
         return not any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)

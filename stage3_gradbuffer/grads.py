@@ -19,14 +19,18 @@ from .buffer import GradBuffer, Holds
 class GuardedBuffer(GradBuffer):
     """A buffer that notices changes which other code makes to gradients and parameters.
 
-    Attributes:
+    Of GradBuffer's attributes, `holds` says what is in the buffer, `flat`, and `grads` has for each parameter the view
+    of the buffer for its gradient. Attributes beside these:
+        index_of: id of a parameter -> its place in `params`.
         in_main_grad: whether gradients are kept in `param.main_grad`, because they have another dtype.
-        given: for each parameter the view that it got as `param.grad`. If `param.grad` is still this view, no other
-            code has changed it.
+        given_grads: for each parameter the view of the buffer that `give` has set as `param.grad`, or None.
         received: indices of the parameters that received a gradient since the last step.
         lost: indices of the parameters whose averaged gradient `model.zero_grad()` should have dropped, and couldn't.
+        param_views: for each parameter a view of its memory. They show whether a program has replaced `param.data`.
         versions: autograd's version counter of each parameter; a later write changes it.
-        zero_version, shard_version: the counter of `flat` when it was last zero, and when it last held the shard.
+        zero_version: the counter of `flat` when it was last zero.
+        shard_version: the counter of `flat` when it last held the shard; None after a backward pass that was refused,
+            which has added gradients to the shard.
     """
 
     def __init__(self, params, grad_dtype, process_group):
@@ -35,14 +39,14 @@ class GuardedBuffer(GradBuffer):
         self.index_of = {id(param): index for index, param in enumerate(params)}
         self.received = set()
         self.lost = set()
-        self.given = [None] * len(params)
+        self.given_grads = [None] * len(params)
         super().__init__(params, grad_dtype, process_group)
         self.zero_version = self.flat._version
-        # They show whether a program has replaced `param.data`. share_memory() moves a parameter and its view.
         self.param_views = [param.detach() for param in params]
         self.versions = [param._version for param in params]
 
     def attach(self, param, grad):
+        """Let autograd add to `grad`, a view of the buffer, if `param` is trained and has no gradient yet."""
         takes_grad = param.requires_grad and param.grad is None  # an existing gradient counts, as in torch
         if takes_grad or self.in_main_grad:
             super().attach(param, grad.detach())  # another view: a user may call its detach_(), or set its data
@@ -54,28 +58,30 @@ class GuardedBuffer(GradBuffer):
         if param.requires_grad and not self.in_main_grad and is_same(param, self.param_views[index]):
             grad = self.grads[index].detach()
         param.grad = grad
-        self.given[index] = grad
+        self.given_grads[index] = grad
 
     def changed_grads(self):
-        """Return indices of parameters whose `param.grad` isn't the view that `give` has set, or must be None."""
+        """Return indices of parameters whose `param.grad` isn't the view that `give` would set."""
         changed = []
-        for index, (param, given, view) in enumerate(zip(self.params, self.given, self.grads)):
-            if given is None or param.grad is not given:
-                changed.append(index)
-            elif given.requires_grad or not param.requires_grad or given.data_ptr() != view.data_ptr():
+        for index, (param, given, view) in enumerate(zip(self.params, self.given_grads, self.grads)):
+            is_given = given is not None and param.grad is given and given.data_ptr() == view.data_ptr()
+            if not is_given or given.requires_grad or not param.requires_grad:  # it got a graph, or was frozen since
                 changed.append(index)
         return changed
 
     def _is_moved(self, param):
+        """Return whether other code has replaced the parameter's data. share_memory() moves its view along with it."""
         return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
 
     def watch(self, param):
         hook_gradient(param, self.take_grad, takes_gradient=True)  # the hook is removed when this object is gone
 
     def take_grad(self, param):
+        """Note that autograd has made a gradient of `param`. It is in the buffer already, or is copied into it."""
         index = self.index_of[id(param)]
-        if self.holds is Holds.GRADS and self.given[index] is not None and param.grad is self.given[index]:
-            self.received.add(index)  # autograd has added to the view, and the buffer holds GRADS already
+        given = self.given_grads[index]
+        if self.holds is Holds.GRADS and given is not None and param.grad is given:
+            self.received.add(index)  # autograd has added to the view: nothing else is to do
         else:
             self.bring_grad(param, index)
 
@@ -83,7 +89,7 @@ class GuardedBuffer(GradBuffer):
     def bring_grad(self, param, index):
         """Copy `param.grad` into the buffer, unless it is there already."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
-            self.shard_version = None  # autograd has added to the view already
+            self.shard_version = None
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
                                "before backward()")
         self.received.add(index)
@@ -95,14 +101,14 @@ class GuardedBuffer(GradBuffer):
         super().take_grad(param)
 
     def collect_grads(self):
-        """Copy into the buffer each gradient that a user has assigned, and clear each one that a user has set to None.
+        """Copy gradients that a user has assigned into the buffer. Clear the gradient where a user has set None.
 
         For a frozen parameter, the view in `param.grad` counts as a gradient only if backward() has written it.
         """
         for index in self.changed_grads():
             param = self.params[index]
             if param.grad is None and not self.in_main_grad:
-                self.grads[index].zero_()  # the user has set `param.grad` to None
+                self.grads[index].zero_()
                 self.received.discard(index)
             elif param.grad is not None and not is_same(param.grad, self.grads[index]):
                 self.bring_grad(param, index)
@@ -116,11 +122,14 @@ class GuardedBuffer(GradBuffer):
         super().reduce_scatter_grads()
         self.shard_version = self.flat._version
         for r, main_param, main_grad in zip(self.ranges, self.main_params, self.main_grads):
-            frozen = not self.params[r.index].requires_grad and r.index not in self.received
-            main_param.grad = None if frozen else main_grad
+            is_stepped = self.params[r.index].requires_grad or r.index in self.received
+            main_param.grad = main_grad if is_stepped else None
 
     def _drop_grads(self, params, _):
-        """Drop gradients that `model.zero_grad()` can't reach: main gradients, and averages, but these all or none."""
+        """Drop gradients that `model.zero_grad()` can't reach: main gradients, and averages.
+
+        Averages can only be dropped all together. If `params` have some of them, these are noted as lost.
+        """
         dropped = self.received & {self.index_of[id(param)] for param in params}
         if self.holds is Holds.GRADS and self.in_main_grad:
             for index in dropped:
@@ -132,18 +141,19 @@ class GuardedBuffer(GradBuffer):
             self.lost |= dropped
 
     def refuse_changes(self, groups):
-        """Refuse memory that was replaced, and gradients that come too late: the buffer holds an averaged shard then.
+        """Refuse memory that was replaced, and gradients that come after the average: the buffer holds the shard then.
 
-        While it does, writing into the buffer is allowed if main gradients are views of it, and refused if they are
-        copies.
+        Writing into the shard is then allowed if main gradients, which the inner optimizer reads, are views of it, and
+        refused if they are copies.
         """
         is_late = self.holds not in (Holds.ZEROS, Holds.GRADS)
         if is_late and self.shard_version is None:
             raise RuntimeError("a backward pass after finish_grad_sync() was refused: call the optimizer's zero_grad()")
-        if is_late and self.main_grad_shard is not self.grad_shard and self.flat._version != self.shard_version:
+        has_copies = self.main_grad_shard is not self.grad_shard
+        if is_late and has_copies and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
-        for index in self.lost:
+        for index in self.lost:  # the first is enough
             raise gradient_lost(name_of(self.params[index], groups))
         for param, grad in zip(self.params, self.grads):
             if self._is_moved(param):
@@ -168,7 +178,10 @@ class GuardedBuffer(GradBuffer):
         self.versions = [param._version for param in self.params]
 
     def take_model_changes(self):
-        """Update main_params if a program has written into the parameters, with model.load_state_dict() say."""
+        """Update `main_params`, which are what the inner optimizer steps, if a program has written into the parameters.
+
+        model.load_state_dict() writes into them, for example.
+        """
         if self.versions != [param._version for param in self.params]:
             for model_range, main_param in zip(self.model_ranges(), self.main_params):
                 update_main_param(main_param, model_range)
@@ -183,7 +196,7 @@ class GuardedBuffer(GradBuffer):
             self.give(index)
 
     def let_go(self):
-        """Take gradients that are views of the buffer from the parameters."""
+        """Remove from the parameters the gradients that are views of this buffer."""
         for param, grad in zip(self.params, self.grads):
             if is_same(param.grad, grad):
                 param.grad = None
@@ -191,5 +204,5 @@ class GuardedBuffer(GradBuffer):
 
 
 def is_same(other, view):
-    """Return whether `other` is the same view of the same memory as `view`; False for None."""
+    """Return whether `other` is a view of the same memory as `view`, in the same shape and strides. None isn't."""
     return other is not None and other.layout == view.layout and other.device == view.device and other.is_set_to(view)

@@ -15,7 +15,7 @@ from guard.hooks import untraced
 
 ATTRIBUTES = ("grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize",
               "_post_accumulate_grad_hooks")
-READ_NO_ELEMENT = {  # functions that read no element of a parameter, and so needn't wait for it
+READ_NO_ELEMENT = {  # torch's functions that read no element of a parameter, and so needn't wait for it
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
@@ -26,6 +26,7 @@ BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the buckets 
 class Awaited:
     """A base of the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
 
+    A bucket is a list of parameters that travel together; its finish_param_sync() waits for them.
     The tensor object stays and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
 
     Attributes:
@@ -39,9 +40,10 @@ class Awaited:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Do what `function` does, after waiting. torch calls this in place of a function of parameters in flight."""
         kwargs = kwargs or {}
         if function in READ_NO_ELEMENT:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # else `function` would come here again
                 return function(*args, **kwargs)
         wait_for(types)
         return function(*args, **kwargs)
@@ -58,8 +60,9 @@ def _waits(name):
 def awaited(kind):
     """Return a class for parameters of class `kind` whose bucket is in flight. Each bucket makes its own classes."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
-    members = {name: _waits(name) for name in names if hasattr(kind, name)}
-    return type(f"Awaited{kind.__name__}", (Awaited, kind), dict(members, __slots__=(), bucket=None, kind=kind))
+    methods = {name: _waits(name) for name in names if hasattr(kind, name)}
+    # Without slots of its own the class has the layout of `kind`: only so may a tensor change its class.
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), {**methods, "__slots__": (), "bucket": None, "kind": kind})
 
 
 @untraced  # torch.compile would guard on a class that changes
@@ -71,7 +74,7 @@ def wait_for(kinds):
 
 
 @untraced
-def wait_for_own(module, _):
+def wait_for_own(module, _inputs):
     """Wait, before a module is called, for its own parameters, and for parameters of containers in it.
 
     Some modules read parameters of their children. For such a module, wait for all parameters in it: torch's
@@ -79,7 +82,7 @@ def wait_for_own(module, _):
     its first layer's parameters. Inside torch.func.grad a module has other tensors as parameters, so wait for all
     buckets of all optimizers.
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    if torch._C._functorch.maybe_current_level() is not None:  # inside torch.func.grad
         for bucket in list(BUCKETS):
             bucket.finish_param_sync()
     reads_others = isinstance(module, torch.nn.MultiheadAttention)

@@ -40,7 +40,7 @@ class GuardedBucket(Bucket):
     """A bucket that notices what other code does to its parameters, and gives main parameters their memory again.
 
     Attributes:
-        main_grads: parameter -> the gradient of its main parameter.
+        main_grads: parameter -> the gradient of its main parameter, which the inner optimizer steps.
         zero: a zero without dimensions, in the dtype of the parameters.
         addresses: the memory address of each tensor in `tensors`.
         written: all tensors that other code may write into: each parameter, and the local tensor of a DTensor.
@@ -52,6 +52,7 @@ class GuardedBucket(Bucket):
     tensor_of = staticmethod(local)
 
     def partition(self):
+        """Take this rank's part as the core does, and note what the other methods compare with later."""
         flat = self.flat_params
         if not flat.is_meta:  # there is memory
             for tensor, view in zip(self.tensors, self.views):
@@ -67,13 +68,13 @@ class GuardedBucket(Bucket):
         self.note_new_params()
 
     def grads(self):
-        """Return the gradients as dense local tensors. In place of a missing one stands `zero`, expanded: no memory."""
+        """Return the gradients as dense local tensors. A missing one is `zero`, expanded, which takes no memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
             if grad is None:
                 grads[index] = self.zero.expand_as(self.tensors[index])
             elif type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-                if hasattr(self.params[index], "placements"):
+                if hasattr(self.params[index], "placements"):  # a DTensor, whose gradient may be a partial sum
                     grad = local(grad.redistribute(placements=self.params[index].placements))
                 grads[index] = grad.to_dense()
         return grads
@@ -84,7 +85,7 @@ class GuardedBucket(Bucket):
         self.versions = [tensor._version for tensor in self.written]
 
     def take_model_changes(self):
-        """Update main_shard if other code has written into the parameters."""
+        """Update the main parameters if other code has written into the parameters."""
         if self.versions != [tensor._version for tensor in self.written]:
             update_main_param(self.parameter.main_shard, self.parameter.shard)
 
@@ -108,7 +109,7 @@ class GuardedBucket(Bucket):
 
     def finish_param_sync(self):
         was_in_flight = self.param_sync is not None
-        # With torch functions of subclasses, reading a parameter here would wait for this method.
+        # Otherwise reading a parameter in flight, here, would call this method again.
         with torch._C.DisableTorchFunctionSubclass(), profiler_range(f"{self.name}: wait"):
             super().finish_param_sync()
         if was_in_flight:
@@ -168,7 +169,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.find_unused_parameters = find_unused_parameters
         self._rounds = Rounds()
         self.bucket_class = guarded(self.bucket_class)
-        self._watched: dict = {}  # id of a parameter -> (handle of our hook, dict of all its hooks)
+        self._watched: dict = {}  # id of a parameter -> (handle of our hook, torch's dict of all its hooks)
         forget_arrived()
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **core_arguments)
@@ -215,6 +216,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self._rounds.is_accumulating = not requires_gradient_sync
 
     def on_grad_ready(self, param):
+        """Send the bucket of `param` if it is full now. Autograd calls this method when the gradient is complete."""
         rounds = self._rounds
         if rounds.is_synced:
             self._refuse_late_backward()
@@ -228,7 +230,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             return
         handle, all_hooks = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
-            # The user's hooks run after our hook and must find this gradient. So it is sent with the next gradient.
+            # The user's hooks run after our hook and must find this gradient in `param.grad`. So the parameter becomes
+            # ready only after the buckets that are full without it were sent: the next gradient sends its bucket.
             bucket = self.bucket_of[param]
             bucket.ready.discard(param)  # a re-entrant checkpoint may have made it ready before
             self.send_full_buckets()
@@ -238,6 +241,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             super().on_grad_ready(param)
 
     def _begin_round(self):
+        """Begin a round for the backward pass that computes its first gradient now."""
         rounds = self._rounds
         self._end_backward()  # because a pass that failed has left its round open
         # torch's engine keeps the BackwardPass alive until the pass ends.
@@ -253,11 +257,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             self._finish_round()
 
     def _finish_round(self):
+        """Send all buckets of the round that weren't sent, with zeros in place of missing gradients."""
         for bucket in self.queue:
             bucket.ready.update(bucket.params)
         self.send_full_buckets()
 
     def send_grads(self, bucket):
+        """Send a bucket as the core does, and note which gradients were sent."""
         rounds = self._rounds
         used = [id(param) for param in bucket.params if param.grad is not None]
         with profiler_range(f"{bucket.name}: reduce-scatter"):
@@ -266,7 +272,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds.waiting.difference_update(used)
         if not self.queue:  # this was the last bucket
             rounds.is_open = False
-            rounds.n += 1
+            rounds.n_ended += 1
 
     # ---------------------------------------------------------------------------------------------------- in the step
 
@@ -274,14 +280,14 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def has_grads(self):
         """Return whether this rank is between backward() and step()."""
         rounds = self._rounds
-        return bool(rounds.waiting or rounds.n > rounds.n_dropped or rounds.is_open)
+        return bool(rounds.waiting or rounds.n_ended > rounds.n_dropped or rounds.is_open)
 
     @property
     def _grads_elsewhere(self):
         return self._rounds.went_backward
 
     def _before_average(self, arguments):
-        """Agree with the other ranks, and send every gradient that hasn't been sent."""
+        """Agree with the other ranks, and send every gradient that hasn't been sent. Return whether that was to do."""
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
@@ -301,15 +307,15 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         faults = what_is_wrong(rounds, params, self.buckets)
         if rounds.is_synced:  # the ranks have agreed before, so other ranks would not answer
             return [faults.get(id(param), 0) for param in params]
-        if rounds.is_open or not rounds.n:
+        if rounds.is_open or rounds.n_ended == 0:
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
         rounds.settings = settings_of(self.param_groups, arguments)
         agreement = agree_on_rounds(rounds, params, faults, self._agreement_group)
-        while rounds.n < agreement.n_rounds:  # send gradients that no_sync() has kept here, or zeros if elsewhere
+        while rounds.n_ended < agreement.n_rounds:  # send gradients that no_sync() has kept here, or zeros if elsewhere
             self._finish_round()
         unused = set()
-        for param, is_used in zip(params, agreement.used):
+        for param, is_used in zip(params, agreement.are_used):
             if not is_used and id(param) not in rounds.with_zeros:
                 unused.add(param)
         # A parameter that no rank has used isn't updated, because its main parameter has no gradient.
@@ -321,7 +327,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds.is_synced = True
         if self.find_unused_parameters:
             rounds.with_grad.update(id(param) for param in params if param not in unused)
-        return agreement.wrong
+        return agreement.worst_faults
 
     def _take_model_changes(self):
         for bucket in self.buckets:
@@ -361,7 +367,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         ids = set(map(id, params))
         rounds.zero(ids, set_to_none)
         others_have_grads = any(param.grad is not None for param in all_params(self) if id(param) not in ids)
-        if others_have_grads or rounds.used - ids:
+        if others_have_grads or rounds.used - ids:  # gradients of others must stay
             rounds.lost |= rounds.used & ids
         elif rounds.used or rounds.is_open:
             if rounds.is_open:  # a pass that failed
@@ -399,20 +405,19 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     @property
     def bucket_buffer_bytes(self):
         """Return the bytes of the buffers in which gradients are sent and received."""
-        n_bytes = 0
-        for buffer in [*self.idle, *self.travelling]:
-            flats = {buffer.sent, buffer.received}  # a set, because a buffer may receive where it has sent
-            n_bytes += sum(flat.nbytes for flat in flats)
-        return n_bytes
+        buffers = [*self.idle, *self.travelling]
+        # A set, because a buffer may receive where it has sent.
+        memories = {memory for buffer in buffers for memory in (buffer.sent, buffer.received)}
+        return sum(memory.nbytes for memory in memories)
 
     def move_to(self, process_group):
         """Give up this rank's shards, and take the shards of its new rank in `process_group`, without state."""
         for handle, *_ in self._watched.values():
             handle.remove()
-        for owned in (self._watched, self.bucket_of, self.buckets, self.queue, self.idle):
-            owned.clear()
+        for collection in (self._watched, self.bucket_of, self.buckets, self.queue, self.idle):
+            collection.clear()
         self._move_to(process_group)
 
     def __del__(self):
-        if "buckets" in self.__dict__:
+        if "buckets" in self.__dict__:  # the constructor got so far
             keep_under_way(self.travelling, self.buckets)

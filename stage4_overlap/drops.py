@@ -8,20 +8,14 @@ import itertools
 import sys
 import warnings
 import weakref
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-# Process group -> counter. Each optimizer tags its messages with a number of its own: so large that no user has it.
+# Process group -> counter of its optimizers. Each of them tags its messages with a number of its own: so large that no
+# user has it.
 TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-UNDER_WAY: list = []  # Messages that were in flight when their optimizer was dropped
-
-
-class Message(NamedTuple):
-    """Keeps the tensors of gradients in flight alive."""
-    works: list
-    sent: Any
-    received: Any
+# Gradients that were in flight when their optimizer was dropped: (works to wait for, tensors that these read or write).
+UNDER_WAY: list = []
 
 
 def next_tag(process_group):
@@ -30,18 +24,20 @@ def next_tag(process_group):
 
 
 def forget_arrived():
-    """Drop the messages of UNDER_WAY that have arrived."""
-    UNDER_WAY[:] = [message for message in UNDER_WAY if not all(work.is_completed() for work in message.works)]
+    """Let go, in UNDER_WAY, of messages that have arrived."""
+    UNDER_WAY[:] = [(works, tensors) for works, tensors in UNDER_WAY if not all(work.is_completed() for work in works)]
 
 
 def keep_under_way(travelling, buckets):
-    """Keep gradients that are in flight when an optimizer is dropped, and wait for its parameters.
+    """Keep the tensors of gradients that are in flight when an optimizer is dropped, and wait for its parameters.
 
-    The wait is because a parameter in flight would keep the model alive until Python collects garbage.
+    travelling: buffers with gradients in flight. buckets: of parameters, which may be in flight, too. A parameter in
+    flight would keep the model alive until Python collects garbage, so this function waits for parameters.
     """
     if sys.is_finalizing():
         return
-    UNDER_WAY.extend(Message(buffer.works, buffer.sent, buffer.received) for buffer in travelling)
+    for buffer in travelling:
+        UNDER_WAY.append((buffer.works, [buffer.sent, buffer.received]))
     try:
         for bucket in buckets:
             bucket.finish_param_sync()

@@ -10,7 +10,8 @@ from guard.groups import mesh_groups_of
 
 def local(tensor):
     """Return the part of a DTensor that is on this rank. Any other tensor is returned as it is."""
-    return getattr(tensor, "_local_tensor", tensor)  # not to_local(): replacing the data of its view has no effect
+    # to_local() would return a view, and replacing the data of the view has no effect on the DTensor.
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_parts(named, process_group):
@@ -18,10 +19,11 @@ def local_parts(named, process_group):
 
     Raises ValueError: a parameter is spread over ranks of `process_group` already.
     """
-    group_ranks = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    own_ranks = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     for name, param in named:
-        for group in mesh_groups_of(param):
-            if len(group_ranks.intersection(dist.get_process_group_ranks(group))) > 1:
+        for mesh_group in mesh_groups_of(param):  # the process groups over which a DTensor is spread
+            common_ranks = own_ranks.intersection(dist.get_process_group_ranks(mesh_group))
+            if len(common_ranks) > 1:  # this rank is one of them anyway
                 raise ValueError(f"parameter {name} is spread over ranks of process_group already: pass the "
                                  'data-parallel dimension of the mesh, as process_group=mesh["dp"].get_group()')
     return [(name, local(param)) for name, param in named]

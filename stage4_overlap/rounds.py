@@ -1,6 +1,7 @@
 """Tracks which gradients each backward pass has sent, and lets the ranks agree on that with one all-reduce per step.
 
-A round is a backward pass that sends gradients.
+A round is a backward pass that sends gradients: of each bucket, a list of parameters, all together. A rank may send the
+gradients of several rounds before a step.
 The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
 and on whether something is wrong with a gradient. The host knows all this without its GPU, and sends it in a process
 group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rounds.py,
@@ -18,7 +19,7 @@ from guard.dropping import gradient_lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
-# Faults of a gradient; 0 is none. The ranks agree on the largest number.
+# Faults of a gradient; 0 is none. A larger number is worse: the ranks agree on the worst fault of each gradient.
 MISSING = 1
 LATE = 2  # a program has assigned it after the gradient of the backward pass had been sent
 LOST = 3  # model.zero_grad() of a part of the model was to drop it, but its bucket had been sent with other gradients
@@ -35,16 +36,16 @@ class Rounds:
     Sets have ids of parameters, because a tensor's own hash is slow.
 
     Attributes:
-        n: number of rounds that have ended.
+        n_ended: number of rounds that have ended.
         n_dropped: number of ended rounds whose gradients `model.zero_grad()` has dropped.
         is_open: whether a backward pass has begun a round that hasn't ended.
-        went_backward: whether a pass has begun a round, on this rank; after the ranks have agreed, on any rank.
+        went_backward: whether a pass has begun a round on this rank, or, after the ranks have agreed, on any rank.
         used: ids of the parameters whose gradient this rank has sent.
         lost: ids in `used` whose gradient `model.zero_grad()` should have dropped.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
             round, `Bucket.ready` has the parameters.
-        unused: the parameters (no ids) that had no gradient on any rank when the ranks agreed last: they are not
-            updated, and their main parameters have no gradient until the ranks agree again.
+        unused: the parameters (no ids) that had no gradient on any rank when the ranks agreed last. They are not
+            updated, because their main parameters, which the inner optimizer steps, then have no gradient.
         with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
         with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
             are updated even if no rank uses them, as in torch.
@@ -64,7 +65,7 @@ class Rounds:
 
     def start(self):
         """Count anew, after a step. Only `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
-        self.n = 0
+        self.n_ended = 0
         self.is_open = False
         self.went_backward = False
         self.settings = {}
@@ -82,7 +83,7 @@ class Rounds:
 
     def drop(self):
         """Forget all gradients. The rounds that have sent them still count, and the ranks compare their number."""
-        self.n_dropped = self.n
+        self.n_dropped = self.n_ended
         self.is_synced = False
         self.used = set()
         self.waiting = set()
@@ -98,7 +99,7 @@ class BackwardPass:
 
     def __init__(self, at_end):
         self.at_end = at_end
-        self.handle = None
+        self.handle = None  # of the hook on a node of the outer pass
         self._queue()
 
     def _queue(self, *_):
@@ -108,22 +109,23 @@ class BackwardPass:
 
     @torch.compiler.disable  # because a compiled function may call backward()
     def __call__(self):
-        node = torch._C._current_autograd_node()  # the node of an outer pass that ran this pass
+        node = torch._C._current_autograd_node()  # of an outer pass: it has run the pass that ends now
         if node is None:
             self.at_end()
-        else:  # not the outermost pass: queue again when the node of the outer pass has run
+        else:  # queue this object again when the node has run, for the end of the outer pass
             self.handle = node.register_hook(self._queue)
 
 
 def what_is_wrong(rounds, params, buckets):
     """Return {id of a parameter: LATE, LOST or MOVED}, as far as this rank knows; `agree_on_rounds` adds MISSING."""
     moved = []
+    # What is in `param.grad` has waited since no_sync(), or is ready to be sent, or a program has assigned it.
     assigned = {id(param) for param in params if param.grad is not None} - rounds.waiting
     for bucket in buckets:
-        assigned.difference_update(map(id, bucket.ready))  # autograd has made the gradients of ready parameters
+        assigned.difference_update(map(id, bucket.ready))
         moved += bucket.moved_params()
-    late = assigned if rounds.is_synced else assigned & rounds.used  # when all are synced, every gradient was sent
-    # If a parameter has several faults, the last dict here wins.
+    late = assigned if rounds.is_synced else assigned & rounds.used  # the gradients of these had been sent
+    # Of several faults of a parameter the worst counts, because the last dict wins.
     return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
@@ -148,9 +150,9 @@ def host_group(process_group, device):
 
 class Agreement(NamedTuple):
     """What all ranks know after they have agreed. Lists are in the order of the parameters."""
-    used: list  # whether any rank has used the parameter: 1 or 0
-    wrong: list  # its worst fault on any rank, or 0
-    n_rounds: int  # the largest number of rounds
+    are_used: list  # 1 if any rank has used the parameter, else 0
+    worst_faults: list  # the worst fault of the parameter's gradient on any rank, or 0
+    n_rounds: int  # the largest number of rounds on any rank
 
 
 def agree_on_rounds(rounds, params, faults, process_group):
@@ -161,19 +163,20 @@ def agree_on_rounds(rounds, params, faults, process_group):
 
     faults: the dict that this rank's `what_is_wrong` has returned.
     """
-    n_rounds = rounds.n
-    used = []
-    wrong = []
+    n_rounds = rounds.n_ended
+    are_used = []
+    worst_faults = []
     for param in params:
         has_grad = param.grad is not None
         if has_grad:
-            n_rounds = rounds.n + 1  # no_sync() has kept this gradient: one more round will send it
+            n_rounds = rounds.n_ended + 1  # no_sync() has kept this gradient: one more round will send it
         is_used = has_grad or id(param) in rounds.used
         is_missing = param.requires_grad and not is_used
-        used.append(is_used)
-        wrong.append(faults.get(id(param), MISSING if is_missing else 0))
-    checksum = checksum_of(rounds.settings)  # all ranks have the same if the largest equals the smallest
-    facts = [*used, *wrong, rounds.went_backward, n_rounds, checksum, -checksum]
+        are_used.append(is_used)
+        worst_faults.append(faults.get(id(param), MISSING if is_missing else 0))
+    checksum = checksum_of(rounds.settings)
+    # Of each number the ranks get the largest. The smallest checksum is the negative of the largest -checksum.
+    facts = [*are_used, *worst_faults, rounds.went_backward, n_rounds, checksum, -checksum]
     report = torch.tensor(facts, dtype=torch.int32, device="cpu")
     hosts = host_group(process_group, params[0].device)
     if hosts is None:
@@ -182,18 +185,18 @@ def agree_on_rounds(rounds, params, faults, process_group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         hosts.allreduce([report], options).wait()
-    *used_and_wrong, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
+    *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     rounds.settings_differ = largest != -minus_smallest
-    return Agreement(used_and_wrong[: len(params)], used_and_wrong[len(params) :], n_rounds)
+    return Agreement(of_params[: len(params)], of_params[len(params) :], n_rounds)
 
 
-def error_of(wrong, groups, find_unused_parameters):
-    """Return an exception for the worst fault in `wrong`, or None."""
-    worst = max(wrong)
+def error_of(faults, groups, find_unused_parameters):
+    """Return an exception for the worst of `faults`, a list in the order of the parameters; None if it may be."""
+    worst = max(faults)
     least_error = LATE if find_unused_parameters else MISSING
     if worst < least_error:
         return None
-    names = [name for (name, _), fault in zip(named_params(groups), wrong) if fault == worst]
+    names = [name for (name, _), fault in zip(named_params(groups), faults) if fault == worst]
     if worst == MOVED:
         return data_replaced(names[0])
     if worst == LOST:

@@ -22,8 +22,8 @@ class ShardedOptimizer(OverlapOptimizer):
     """Stage 4's core, which refuses gradients that are not finite.
 
     Attributes:
-        is_finite: parameter -> whether its gradients that were sent since the last exchange of flags are all finite, a
-            tensor without dimensions.
+        is_finite: parameter -> a flag, a tensor without dimensions: whether all its gradients are finite that were sent
+            since the ranks have last compared flags.
     """
 
     def shard(self, groups):
@@ -40,7 +40,7 @@ class ShardedOptimizer(OverlapOptimizer):
         super().sync_grads()
         if not self.is_finite:  # an earlier call in this step has compared the flags
             return
-        group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
+        group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD  # all that train the model
         params = list(self.is_finite)  # the same on each rank, and in the same order
         ranks = dist.get_process_group_ranks(group)
         own_flags = torch.stack([*self.is_finite.values()]).to(torch.uint8)
@@ -48,9 +48,9 @@ class ShardedOptimizer(OverlapOptimizer):
         flags_of_ranks = tensors_of_ranks(own_flags, group)
         bad_places = (flags_of_ranks == 0).nonzero().tolist()  # pairs: rank in the group, place in `params`
         if bad_places:
-            bad = [f"{name_of(params[place], self.param_groups)} on rank {ranks[rank]}" for rank, place in bad_places]
+            words = [f"{name_of(params[place], self.param_groups)} on rank {ranks[rank]}" for rank, place in bad_places]
             self.zero_grad()
-            raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(bad)}")
+            raise RuntimeError(f"a gradient is nan or inf: of parameter {', '.join(words)}")
 
     def zero_grad(self, set_to_none=True):
         self.is_finite = {}

@@ -31,6 +31,7 @@ class OnMesh:
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, mesh, gradient_accumulation_steps=1, **kwargs):
         self.gradient_accumulation_steps = gradient_accumulation_steps
+        # mesh[i, j] is rank j of group i.
         self.across = mesh.get_group(0)  # the r ranks that have the same shard
         self.all_ranks = None  # torch's default group
         if mesh.size() < dist.get_world_size():
@@ -50,8 +51,9 @@ class Replicas(OverlapOptimizer):
     """Averages shards of gradients also over the ranks of `across`."""
 
     def shard(self, groups):
+        """Shard as the core does, from equal parameters in all groups of ranks."""
         self.n_passes = collections.Counter()  # bucket -> number of its reduce-scatters since the last step
-        self.averages = {}  # bucket -> its last all-reduce, a dist.Work
+        self.averages = {}  # bucket -> its last all-reduce over `across`, a dist.Work to wait for
         for param in [param for group in groups for param in group["params"]]:
             dist.broadcast(param.detach(), group=self.across, group_src=0)
         return super().shard(groups)
@@ -62,7 +64,7 @@ class Replicas(OverlapOptimizer):
         The shard may already have an average of an earlier pass. All groups have the same average, so averaging it once
         more changes nothing.
         """
-        bucket = self.travelling[0].bucket
+        bucket = self.travelling[0].bucket  # the bucket whose gradients were sent first, of those that travel
         if bucket in self.averages:
             self.averages[bucket].wait()
         super().receive_oldest()
@@ -77,6 +79,7 @@ class Replicas(OverlapOptimizer):
         self.averages[bucket] = dist.all_reduce(shard, group=self.across, async_op=True)
 
     def sync_grads(self):
+        """Receive all gradients, and average over `across` the shards that no backward pass has averaged."""
         super().sync_grads()
         for bucket in self.n_passes:  # in the same order on each rank
             if bucket not in self.averages:

@@ -32,8 +32,9 @@ class ShardedOptimizer(BucketByBucket):
         """Cast the tensors of a state that have the shape of the main parameter: moments, and no counts of steps."""
         for main_param in bucket.main_params.values():
             state = self.optimizer.state.get(main_param, {})
-            state.update({name: value.to(dtype) for name, value in state.items()
-                          if isinstance(value, torch.Tensor) and value.shape == main_param.shape})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == main_param.shape:
+                    state[name] = value.to(dtype)
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):

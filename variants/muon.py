@@ -30,28 +30,29 @@ def owners(groups, world_size):
     Dealt in the order of the model, each bucket has parameters of every rank, so all ranks send at once. Dealt the most
     expensive first, the ranks' work may be more even: only then this order is taken.
     """
-    cost_of = {param: param.numel() * min(param.shape, default=1) for group in groups for param in group["params"]}
+    params = [param for group in groups for param in group["params"]]
+    work_of = {param: param.numel() * min(param.shape, default=1) for param in params}
 
     def dealt(params):
-        """Return (work of the busiest rank, {parameter: rank})."""
-        totals = [0] * world_size
+        """Give each parameter to the rank with the least work. Return (work of the busiest rank, {parameter: rank})."""
+        work_of_ranks = [0] * world_size
         owner_of = {}
         for param in params:
-            owner = totals.index(min(totals))
+            owner = work_of_ranks.index(min(work_of_ranks))
             owner_of[param] = owner
-            totals[owner] += cost_of[param]
-        return max(totals), owner_of
+            work_of_ranks[owner] += work_of[param]
+        return max(work_of_ranks), owner_of
 
-    most, owner_of = dealt(cost_of)
-    most_if_sorted, owner_if_sorted = dealt(sorted(cost_of, key=cost_of.get, reverse=True))
-    return owner_if_sorted if most_if_sorted < most else owner_of
+    most_work, owner_of = dealt(params)
+    most_work_if_sorted, owner_of_if_sorted = dealt(sorted(params, key=work_of.get, reverse=True))
+    return owner_of_if_sorted if most_work_if_sorted < most_work else owner_of
 
 
 class UnevenTransport(Transport):
     """Sends parts of unequal lengths: NCCL then starts a reduce, or a broadcast, for each rank, all at once."""
 
     def reduce_scatter(self, sent, received, gradient):
-        """Return (works, parts), as Transport.reduce_scatter does."""
+        """Return (works to wait for, what this rank then adds up). `sent`: for each rank the part that it owns."""
         place, parts = gradient.place_for(sent[self.rank])
         return [dist.reduce_scatter(place, list(sent), dist.ReduceOp.AVG, **self.asynchronous)], parts
 
@@ -63,7 +64,7 @@ class UnevenExchange(Exchange, UnevenTransport):
     """Exchanges gradients, to sum them in fp32 on NCCL, and gathers parameters as UnevenTransport does."""
 
 
-UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # GlooTransport takes parts of any length
+UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # class of stage 4 -> ours; GlooTransport may stay
 
 
 class WholeBucket(Bucket):
@@ -78,9 +79,13 @@ class WholeBucket(Bucket):
             offsets.append(self.lengths[owner])
             self.lengths[owner] += padded_numel(tensor.numel(), 1, alignment)
         self.numel = sum(self.lengths)
-        self.starts = [sum(self.lengths[:owner]) + offset for owner, offset in zip(owner_of_each, offsets)]
-        own = [index for index, owner in enumerate(owner_of_each) if owner == self.transport.rank]
-        self.ranges = [Range(index, 0, self.tensors[index].numel(), offsets[index]) for index in own]  # whole ones
+        self.starts = []  # of each parameter, in the bucket
+        self.ranges = []  # of this rank's parameters
+        for index, (owner, offset) in enumerate(zip(owner_of_each, offsets)):
+            start_of_shard = sum(self.lengths[:owner])
+            self.starts.append(start_of_shard + offset)
+            if owner == self.transport.rank:
+                self.ranges.append(Range(index, 0, self.tensors[index].numel(), offset))  # the whole parameter
 
     def shards_of(self, flat):
         return flat.split(self.lengths)
@@ -95,15 +100,16 @@ class WholeBucket(Bucket):
 
 class WholeBuffer(BucketBuffer):
     def __init__(self, buckets, transport):
-        """Make room for this rank's part of a bucket, once for each rank: together more than the bucket, maybe."""
+        """Make room to receive this rank's shard of a bucket from each rank, which may be more than the bucket."""
         super().__init__(buckets, transport)
         if transport.needs_receive_buffer:
-            d = transport.world_size
-            sizes = [d * bucket.lengths[transport.rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
-            self.received = self.sent.new_zeros(max(sizes))
+            n_ranks = transport.world_size
+            sizes = [n_ranks * bucket.lengths[transport.rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
+            self.received = self.sent.new_zeros(max(sizes))  # bytes
             for bucket, n_bytes in zip(buckets, sizes):
-                slots, sent, _ = self.places[bucket]
-                self.places[bucket] = slots, sent, self.received[:n_bytes].view(self.wire_dtype(bucket)).view(d, -1)
+                slots, sent, _ = self.places[bucket]  # the third, where stage 4 receives, may be too small
+                received = self.received[:n_bytes].view(self.wire_dtype(bucket))
+                self.places[bucket] = slots, sent, received.view(n_ranks, -1)
 
 
 class ShardedOptimizer(BucketByBucket):
@@ -117,7 +123,7 @@ class ShardedOptimizer(BucketByBucket):
         """
         usual_class = type(transport_for(process_group, *args))
         transport = UNEVEN.get(usual_class, usual_class)(process_group)
-        transport.owner_of = owners(self.param_groups, transport.world_size)
+        transport.owner_of = owners(self.param_groups, transport.world_size)  # for WholeBucket.place
         sizes_mib = [param.nbytes / 2**20 for param in transport.owner_of]
         self.bucket_cap_mb = self.bucket_cap_mb or min(transport.world_size * max(sizes_mib), sum(sizes_mib) / 12)
         return transport

@@ -19,9 +19,14 @@ MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 def split(model):
     """Return (matrices, rest): Muon is for matrices that are no embeddings."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    matrices = [param for param in model.parameters() if param.dim() == 2 and param not in embeddings]
-    rest = set(model.parameters()).difference(matrices)  # the head is an embedding too
-    return matrices, [param for param in model.parameters() if param in rest]
+    matrices = []
+    rest = []
+    for param in model.parameters():
+        if param.dim() == 2 and param not in embeddings:  # the head has the weight of an embedding
+            matrices.append(param)
+        else:
+            rest.append(param)
+    return matrices, rest
 
 
 def pair_of(matrix_class, rest_class, prefetches=False):

@@ -19,7 +19,7 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 class HostParameter(PartitionedParameter):
     def __init__(self, shard):
-        """Put `main_shard` on the host. The bucket then puts `gradient.shard` on the same device."""
+        """Put `main_shard`, which the inner optimizer steps, on the host. The bucket puts its gradient there, too."""
         self.shard = shard
         self.main_shard = shard.to("cpu", torch.promote_types(shard.dtype, torch.float32), copy=True)
 
@@ -43,7 +43,8 @@ class HostBuffer(BucketBuffer):
 
 
 class ShardedOptimizer(OverlapOptimizer):
-    bucket_class, bucket_buffer_class = HostBucket, HostBuffer
+    bucket_class = HostBucket
+    bucket_buffer_class = HostBuffer
 
 
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):

@@ -23,6 +23,11 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 
 class SplitParameter(PartitionedParameter):
+    """This rank's part of a bucket's parameters: `shard` in bf16, `remainder`, and both together in `main`, in fp32.
+
+    Outside of a step the storage of `main` has no bytes.
+    """
+
     def __init__(self, shard):
         self.shard = shard
         self.main = shard.float()
@@ -30,18 +35,20 @@ class SplitParameter(PartitionedParameter):
 
     @property
     def main_shard(self):
-        """Put the main parameters together if needed: the views that the inner optimizer steps get memory again."""
-        if not self.main.untyped_storage().size():
+        """Return `main`, put together if it has no memory. Its views, which are stepped, then have this memory, too."""
+        if self.main.untyped_storage().size() == 0:
             self.main.untyped_storage().resize_(self.main.nbytes)
             # Other code may have written a zero into the model. The bits of zero plus a negative remainder are a nan.
             remainder = torch.where(self.shard == 0, self.remainder.clamp(min=0), self.remainder)
+            # Multiplying by 2**16 shifts the bits of the parameter into the upper half.
             self.main.view(torch.int32).copy_(self.shard.view(torch.int16)).mul_(2**16).add_(remainder)
         return self.main
 
     def copy_main_to_model(self):
+        """Split `main` into the shard and the remainder, and give up the memory of `main`."""
         if self.main.untyped_storage().size():
             bits = self.main.view(torch.int32)
-            self.remainder.copy_(bits)  # the lower 16 bits, read as a signed number
+            self.remainder.copy_(bits)  # int32 to int16: keeps the lower 16 bits, as a signed number
             self.shard.view(torch.int16).copy_(bits.sub_(self.remainder) >> 16)
             self.main.untyped_storage().resize_(0)
 
@@ -63,5 +70,5 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
 
     def pieces(self):
         for bucket in self.buckets:
-            self.unpack(bucket)
+            self.unpack(bucket)  # gives the main parameters memory
         return super().pieces()

@@ -35,10 +35,11 @@ from stage4_overlap.transport import transport_for
 
 
 def add_in_pairs(parts):
-    """Add neighbours, then the sums of neighbours, until one sum is left. Return it. `parts` are overwritten."""
+    """Return the sum of tensors: add neighbours, then the sums of neighbours, until one is left. Overwrites `parts`."""
     while len(parts) > 1:
-        torch._foreach_add_(parts[::2], parts[1::2])
-        parts = parts[::2]
+        left_neighbours = parts[::2]
+        torch._foreach_add_(left_neighbours, parts[1::2])  # in place
+        parts = left_neighbours
     return parts[0]
 
 
@@ -46,9 +47,10 @@ class TreeBucket(Bucket):
     """A bucket that adds the gradients of this rank's leaves.
 
     Attributes:
-        n_leaves: number of leaves that this rank has added since it sent the last sum.
+        n_added: number of leaves that this rank has added since it sent the last sum.
         partial_sums: the sums of complete subtrees, the largest subtree first. A sum is a list of tensors, shaped like
             the parameters.
+        numels: for each parameter its number of elements.
     """
 
     def __init__(self, params, transport):
@@ -57,28 +59,27 @@ class TreeBucket(Bucket):
 
     def place(self, alignment):
         """Pad the bucket for one shard per leaf. Parameters then begin at the same places for any number of ranks."""
-        *self.starts, end = param_starts([tensor.numel() for tensor in self.tensors], alignment)
+        self.numels = [tensor.numel() for tensor in self.tensors]
+        *self.starts, end = param_starts(self.numels, alignment)
         self.numel = padded_numel(end, self.transport.n_leaves, alignment)
         self.ranges = self.ranges_in(self.transport.rank, self.transport.world_size)
 
     def ranges_in(self, part, n_parts):
-        """Return the Ranges of parameters that lie in one of `n_parts` equal parts of the bucket."""
-        numel = self.numel // n_parts
-        return ranges_in_shard([tensor.numel() for tensor in self.tensors], self.starts, part * numel,
-                               (part + 1) * numel)
+        """Cut the bucket into `n_parts` equal parts. Return which ranges of parameters lie in part number `part`."""
+        part_numel = self.numel // n_parts
+        return ranges_in_shard(self.numels, self.starts, part * part_numel, (part + 1) * part_numel)
 
     def grads_of_leaf_shards(self, leaves):
-        """Cut the averaged gradients into a shard per leaf. Return those of this rank's `leaves`: for each leaf a list.
-        """
+        """Cut the averaged gradients into a shard per leaf. Return those of this rank's `leaves`: a list per leaf."""
         shards = self.gradient.shard.view(len(leaves), -1)
         return [cut_ranges(shard, self.ranges_in(leaf, self.transport.n_leaves)) for leaf, shard in zip(leaves, shards)]
 
     def add_leaf(self):
         """Take the gradients out of the parameters, and add them to the subtrees that this leaf completes."""
         total = [grad.to(self.gradient.shard.dtype) for grad in self.grads()]
-        self.n_leaves += 1
-        n_subtrees = self.n_leaves
-        while n_subtrees % 2 == 0:  # as a binary number is counted up: two sums of one size become one sum
+        self.n_added += 1
+        n_subtrees = self.n_added  # of one leaf; then of two, of four and so on
+        while n_subtrees % 2 == 0:  # the last two are neighbours: they become one subtree
             total = list(torch._foreach_add(self.partial_sums.pop(), total))
             n_subtrees //= 2
         self.partial_sums.append(total)
@@ -93,7 +94,8 @@ class TreeBucket(Bucket):
         return total
 
     def drop_sums(self):
-        self.n_leaves = 0
+        """Begin to add anew."""
+        self.n_added = 0
         self.partial_sums = []
 
 
@@ -104,7 +106,7 @@ class TreeBuffer(BucketBuffer):
     def start_grad_sync(self, bucket):
         """Send this rank's sum, undivided."""
         self.bucket = bucket
-        slots, sent, received = self.places[bucket]
+        slots, sent, received = self.places[bucket]  # slots: views of `sent`, shaped like the parameters
         torch._foreach_copy_(slots, bucket.take_sum())
         self.works, self.parts = self.transport.exchange(sent, received)
 
@@ -136,7 +138,8 @@ class SumsLeaves:
 
 
 class TreeOfLeaves(OverlapOptimizer):
-    bucket_class, bucket_buffer_class = TreeBucket, TreeBuffer
+    bucket_class = TreeBucket
+    bucket_buffer_class = TreeBuffer
 
     def transport_for(self, process_group, device, _):
         """Return a transport that divides by the number of leaves, and has this number as `n_leaves`, too."""
@@ -148,7 +151,7 @@ class TreeOfLeaves(OverlapOptimizer):
     def send_grads(self, bucket):
         """Send nothing before this rank's last leaf."""
         bucket.add_leaf()
-        if bucket.n_leaves == len(self.own_leaves()):
+        if bucket.n_added == len(self.own_leaves()):
             super().send_grads(bucket)
 
     def zero_grad(self, set_to_none=True):
@@ -177,7 +180,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
 
     def _refuse(self, named):
         world_size = dist.get_world_size(self.process_group)
-        is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0
+        is_power_of_two = self.leaves > 0 and self.leaves & (self.leaves - 1) == 0  # only one bit is 1
         if not is_power_of_two or self.leaves % world_size:
             raise ValueError(f"leaves is {self.leaves}: it must be a power of two, a multiple of {world_size} ranks")
         if self.average_over is not None:
@@ -204,7 +207,7 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         n_own = len(self.own_leaves())
         n_passes = n_own  # if the ranks have agreed before: in `clip_grad_norm_`, say
         if not rounds.is_synced:
-            n_passes = rounds.n - rounds.n_dropped
+            n_passes = rounds.n_ended - rounds.n_dropped
             if rounds.is_open:  # a pass has failed
                 n_passes += 1
         was_new = super()._before_average({**arguments, "backward passes since the last step": n_passes})
@@ -218,12 +221,12 @@ class DistributedOptimizer(SumsLeaves, stage4_overlap.DistributedOptimizer, Tree
         """Return the norm of norms: of each leaf's shard of each bucket, in an order that doesn't depend on d."""
         if not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
-        no_grads = [self.buckets[0].gradient.shard.new_zeros(1)]
+        no_grads = [self.buckets[0].gradient.shard.new_zeros(1)]  # torch's norm of an empty list is on the CPU
         norms = []
         for bucket in self.buckets:
             for grads in bucket.grads_of_leaf_shards(self.own_leaves()):
                 norms.append(torch.nn.utils.get_total_norm(grads or no_grads, norm_type))
-        norms_of_ranks = tensors_of_ranks(torch.stack(norms), self.process_group)  # (rank, bucket and leaf)
-        by_rank = norms_of_ranks.view(self.world_size, len(self.buckets), -1)
-        by_bucket = by_rank.transpose(0, 1).flatten()  # bucket, rank, leaf
+        norms_of_ranks = tensors_of_ranks(torch.stack(norms), self.process_group)  # (d, buckets times leaves of a rank)
+        by_rank = norms_of_ranks.view(self.world_size, len(self.buckets), -1)  # (d, buckets, leaves of a rank)
+        by_bucket = by_rank.transpose(0, 1).flatten()  # for each bucket the norms of all leaves, in order
         return torch.linalg.vector_norm(by_bucket, float(norm_type))
