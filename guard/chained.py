@@ -163,14 +163,17 @@ class Chained:
     def load_state_dict(self, state_dict):
         """Load a state_dict of all optimizers. Collective.
 
+        Every optimizer gets what the state_dict has under a key that is no parameter's index: whose it was isn't saved.
+
         Raises ValueError on every rank, before anything changes, if one of the optimizers can't load its part.
         """
         groups = list(state_dict["param_groups"])  # of this optimizer and those after it
+        indices = {index for group in groups for index in group["params"]}
         own_state_dicts = []
         for optimizer in self.optimizers:
             own_groups = groups[: len(optimizer.param_groups)]
             groups = groups[len(own_groups) :]
-            keys = [key for group in own_groups for key in group["params"]]
-            state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
+            own = {index for group in own_groups for index in group["params"]}
+            state = {key: entries for key, entries in state_dict["state"].items() if key in own or key not in indices}
             own_state_dicts.append({**state_dict, "state": state, "param_groups": own_groups})
         load_state_dicts(self.optimizers, own_state_dicts, self._agreement_group)

@@ -144,7 +144,8 @@ def checksum_of(settings):
 
     Floats count with nine digits, because a cosine schedule may differ in the last bit between two CPUs.
     """
-    values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in settings.values()]
+    # Sorted by name, because ranks may have added the settings in another order.
+    values = [f"{value:.9g}" if isinstance(value, float) else str(value) for _, value in sorted(settings.items())]
     return zlib.crc32(" ".join(values).encode()) >> 1
 
 

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 
+from guard.groups import checksum_of
 from harness import STAGE_4
 from tests.common import error_of, on_ranks, optimizer_of
 from tests.pairs import ADAMW, parameter_of, sgd_of
@@ -66,3 +67,9 @@ def test_arguments_that_differ_are_refused_on_every_rank(rank, name):
     weight.sum().backward()
     optimizer.step()
     assert weight.eq(-1).all()
+
+
+def test_settings_in_another_order_have_the_same_checksum():
+    settings = {"lr of group 0": 0.1, "momentum of group 0": 0.9}
+    assert checksum_of(settings) == checksum_of(dict(reversed(settings.items())))
+    assert checksum_of(settings) != checksum_of({**settings, "lr of group 0": 0.2})

@@ -49,6 +49,30 @@ def test_two_optimizers_are_clipped_together(rank, stage, norm_type):
     pair.assert_same(is_exact=False)
 
 
+class Counting(torch.optim.AdamW):
+    """Keeps a state that belongs to no parameter."""
+
+    def step(self, closure=None):
+        self.state["shared"] = {"calls": self.state["shared"].get("calls", 0) + 1}
+        return super().step(closure)
+
+
+@on_ranks()
+def test_a_state_of_no_parameter_is_saved_and_loaded(rank, stage):
+    """Take a step with a Chained, load the state into another Chained, and take a second step with that one."""
+    model = Net(0)
+    for n_steps in (1, 2):
+        matrices, rest = two_groups(model)
+        chain = Chained(optimizer_of(stage)([matrices], torch.optim.SGD, **SGD, **UNFUSED),
+                        optimizer_of(stage)([rest], Counting, **ADAMW))
+        if n_steps == 2:
+            chain.load_state_dict(state_dict)
+        backward(model, rank, n_steps)
+        chain.step()
+        state_dict = chain.state_dict()
+        assert state_dict["state"]["shared"] == {"calls": n_steps}
+
+
 @on_ranks(3)
 def test_groups_of_which_none_is_part_of_the_other_are_refused(rank):
     optimizers = []
