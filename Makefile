@@ -123,7 +123,6 @@ figures: $(ENV)
 report: $(ENV)
 	$(PYTHON) -m harness.publishing.pages
 	$(PYTHON) -m show --pages
-	$(PYTHON) -m variants --page
 
 diff:
 	@$(if $(FULL),git diff --no-index --color=$(if $(NO_COLOR),never,auto) -- \

@@ -185,26 +185,14 @@ def largest_difference(tensors, expected):
 
 
 @in_place_of_gloos()
-def time_steps(rank, settings, row_id, micro_batches=1, exchanges_each=False):
-    """Time one row. Returns (median ms per step, ms to drain).
-
-    A step has `micro_batches` of the same size. Gradients are exchanged after the last micro-batch, or with
-    `exchanges_each` after each micro-batch.
-    """
+def time_steps(rank, settings, row_id):
+    """Time one row. Returns (median ms per step, ms to drain)."""
     batches = make_batches(settings, rank)
     training = make_training(rank, settings, row_id)
-
-    def step(number):
-        for micro_batch in range(micro_batches):
-            exchanges = exchanges_each or micro_batch == micro_batches - 1
-            with contextlib.nullcontext() if exchanges else training.no_sync():
-                training.forward_backward(batches[(number + micro_batch) % len(batches)])
-        training.update()
-        training.zero_grad()
-
-    for number in range(WARMUP_STEPS):
-        step(number)
-    return time_warm_steps(rank, step, range(WARMUP_STEPS, WARMUP_STEPS + settings.steps), training.finish)
+    for batch in batches[:WARMUP_STEPS]:
+        training.step(batch)
+    timed_batches = batches[WARMUP_STEPS : WARMUP_STEPS + settings.steps]
+    return time_warm_steps(rank, training.step, timed_batches, training.finish)
 
 
 def make_training(rank, settings, row_id):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from harness.measuring.every_row import rounds_in_words
 from harness.publishing import pictures
-from harness.publishing.tables import METHODS, NONE, Marked, cell_text, column, name_column, ratio, sheet_of
+from harness.publishing.tables import METHODS, NONE, cell_text, column, name_column, ratio, sheet_of
 from harness.training import rows as catalogue
 from harness.training.rows import (
     ALL_GATHER,
@@ -136,48 +136,7 @@ def curve_sheet(measured, link, tuned):
         "name": name_column(str), link.rate: column(link.words.replace(" ", "\n"), lines.get, "measured")})
 
 
-# ----------------------------------------------------------------------------------- Accumulation, and sizes of buckets
-
-
-class Accumulated(NamedTuple):
-    """Milliseconds per micro-batch, in each round, of steps that have `micro_batches` of them."""
-    micro_batches: int
-    no_sync_ms: list  # stage 4, one exchange per step
-    each_ms: list  # stage 4, one exchange per micro-batch
-    compute_ms: list
-    ddp_ms: list
-    stage3_ms: list
-
-
-def accumulation_sheets(rows, ddp_row_id, link):
-    """Make two tables of Accumulated rows: what more exchanges cost stage 4, and communication's share of a step."""
-    one_micro_batch = rows[0]  # in which both ways are the same
-    pairs = zip(one_micro_batch.no_sync_ms, one_micro_batch.each_ms)
-    noise = max(abs(each_ms / once_ms - 1) for once_ms, each_ms in pairs)
-
-    def price(row):
-        over_no_sync = ratio(row.each_ms, row.no_sync_ms)
-        return Marked(over_no_sync, "~") if abs(over_no_sync - 1) <= noise else over_no_sync
-
-    def share(field):
-        return lambda row: 1 - ratio(row.compute_ms, getattr(row, field))
-    number = column("micro-batches\na step", "micro_batches")
-    exchanges = sheet_of(
-        f"Accumulation in stage 4, ms a micro-batch, {link.words}", rows, {
-            "number": number,
-            "once": column("in no_sync:\none exchange", "no_sync_ms", "measured", ".0f", shows="both"),
-            "each": column("without:\nan exchange each", "each_ms", "measured", ".0f", shows="both"),
-            "price": column("x no_sync", price, "measured", ".2f")},
-        ["Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard."],
-        {"~": f"within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart."})
-    shares = sheet_of(
-        f"Communication's share of a step with one exchange, {link.words}", rows, {
-            "number": number, "compute": column("compute only,\nms a micro-batch", "compute_ms", "measured", ".0f"),
-            "ddp": column("DDP\n", share("ddp_ms"), "measured", ".0%"),
-            "stage3": column("stage 3\n", share("stage3_ms"), "measured", ".0%"),
-            "stage4": column("stage 4\n", share("no_sync_ms"), "measured", ".0%")},
-        [f"1 - compute only / this row. DDP: the row {ddp_row_id.name}."])
-    return {"accumulation": exchanges, "shares": shares}
+# ---------------------------------------------------------------------------------------------------- Sizes of buckets
 
 
 def buckets_sheet(sweep, link):

@@ -60,10 +60,6 @@ class Recorded(NamedTuple):
     def bytes_per_param(self):
         return sum(self.held.values()) / self.numel
 
-    def gathered(self):
-        """Return the bytes of each all-gather."""
-        return [event.n_bytes for event in self.events if event.kind == "all_gather"]
-
 
 WORKS_ALIVE = 64  # so many works stay referenced here: C++ loses a work that Python drops too early
 FP32_BYTES = 4
@@ -354,8 +350,6 @@ STATES = [
     State("stage 4 bfloat16/float32", RowId(catalogue.OVERLAP_BF16), "2 + 16/d + b"),
     State("stage 4 float32/float32", RowId(catalogue.OVERLAP), "4 + 12/d + b"),
 ]
-GATHERED = {"stage 2": RowId(catalogue.ALL_GATHER), "stage 3": RowId(catalogue.GRAD_BUFFER),
-            "stage 4": RowId(catalogue.OVERLAP)}
 
 
 def model_state(model):
@@ -373,18 +367,6 @@ def model_state(model):
             "formula": column("formula", "formula", form=TEXT),
             **{f"{d}": of_ranks(d) for d in STATE_RANKS}},
         ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
-
-
-def gathered(model):
-    """Make the table of elements that a step gathers, padding included, over those that the model has."""
-    def of_ranks(d):
-        def over_numel(name):
-            recorded = record(GATHERED[name], MODELS[model], d)
-            return sum(recorded.gathered()) / FP32_BYTES / recorded.numel
-        return column(f"d = {d}", over_numel, "counted", ".2f")
-    return sheet_of(
-        "Elements gathered per step, over the model's", GATHERED,
-        {"name": name_column(str), **{f"{d}": of_ranks(d) for d in STATE_RANKS}}, ["What is above 1.00 is padding."])
 
 
 def ladder(model):

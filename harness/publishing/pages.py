@@ -17,7 +17,7 @@ import textwrap
 from typing import NamedTuple
 
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.publishing import pictures, tables
+from harness.publishing import pictures, tables, variants_page
 from harness.publishing.stages import core_lines
 from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
@@ -45,8 +45,10 @@ class Step(NamedTuple):
 STEPS = [
     Step("bench", 5, "bench.json", "bench.py"),
     Step("bench, 16 bits", 1, "bench_bfloat16.json", "bench.py --dtype bfloat16 --rounds 2"),
-    Step("two hosts, 300 Mbit/s: bucket sizes, all rows, accumulation", 20, "network_300mbit.json",
-         f"{TWO_HOSTS} --steps 2 --rate 300mbit --sweep --accumulation"),
+    Step("variants on four ranks: counts", 2, variants_page.COUNTED_FILE,
+         "bench.py --rows variants --ranks 4 --rounds 1 --steps 1"),
+    Step("two hosts, 300 Mbit/s: bucket sizes, all rows", 15, "network_300mbit.json",
+         f"{TWO_HOSTS} --steps 2 --rate 300mbit --sweep"),
     Step("two hosts, 1 Gbit/s: bucket sizes, all rows", 8, "network_1gbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 1gbit --sweep"),
     Step("two hosts, 600 Mbit/s, of the curve", 3, "network_600mbit.json",
@@ -55,8 +57,7 @@ STEPS = [
          f"{TWO_HOSTS} --steps 4 --rate 2.5gbit --rows curve --sweep"),
     Step("variants on two hosts", 5, "network_variants_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --rows variants"),
-    *(Step(f"muon on two hosts, {rate}", 2, f"network_muon_{rate}.json",
-           f"{TWO_HOSTS} --steps 2 --rate {rate} --rows muon") for rate in WHOLE_RATES),
+    Step("muon on two hosts", 2, "network_muon_300mbit.json", f"{TWO_HOSTS} --steps 2 --rate 300mbit --rows muon"),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'"),
     Step("small models", 2, "small.json", "-m harness.measuring.overhead"),
@@ -175,10 +176,8 @@ BLOCKS = {
     "settings": settings,
     "curve": curve,
     "two_hosts": lambda: block_of_links("link"),
-    "accumulation": lambda: block(SLOWEST_LINK, "accumulation", "shares"),
     "buckets": lambda: block_of_links("buckets"),
     "state": lambda: block(BENCH, "model_state"),
-    "gathered": lambda: block(BENCH, "gathered"),
     "bench": lambda: block(BENCH, "rows"),
     "phases": lambda: block(BENCH, "phases"),
     "bench_16bit": lambda: block("bench_bfloat16.json", "rows"),
@@ -189,6 +188,7 @@ BLOCKS = {
     "plan": lambda: f"{block(PLAN, 'memory', 'time', 'ranks', 'sizes')}\n\n{block(PLAN_70B, 'time')}",
     "plan_check": lambda: block(PLAN, "published"),
     "losses": losses,
+    "variants": variants_page.table,
 }
 
 
@@ -268,11 +268,11 @@ def figures():
 # ------------------------------------------------------------------------------------------------------------ The pages
 
 
-def rewritten(text, made_by_name=BLOCKS):
+def rewritten(text):
     """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
     def block_anew(mark):
         name = mark[1]
-        return f"<!-- report: {name} -->\n\n{made_by_name[name]()}\n\n<!-- end -->"
+        return f"<!-- report: {name} -->\n\n{BLOCKS[name]()}\n\n<!-- end -->"
 
     def figure_anew(mark):
         name = mark[1]
@@ -285,9 +285,9 @@ def rewritten(text, made_by_name=BLOCKS):
 
 
 def marked_pages():
-    """Return the pages that have blocks; variants/README.md has blocks of its own: python -m variants --page."""
-    docs = [tables.ROOT / "docs" / f"{name}.md" for name in ("plan", "questions", "migrate")]
-    return [tables.ROOT / "README.md", *docs, *sorted((tables.ROOT / "results").glob("*.md"))]
+    """Return the pages that have blocks or figures."""
+    names = ["README.md", "docs/plan.md", "docs/questions.md", "docs/migrate.md", "variants/README.md"]
+    return [*(tables.ROOT / name for name in names), *sorted((tables.ROOT / "results").glob("*.md"))]
 
 
 def rewrite():
@@ -322,7 +322,6 @@ def main():
     rewrite()
     if args.measure:
         run(["-m", "show", "--pages"])
-        run(["-m", "variants", "--page"])
 
 
 if __name__ == "__main__":
