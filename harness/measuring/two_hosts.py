@@ -144,14 +144,14 @@ class Hosts:
 
     def __exit__(self, *exception):
         """Remove the namespaces, and so the link. A second Ctrl-C doesn't interrupt the removal."""
-        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-        handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handlers = [signal.signal(number, signal.SIG_IGN) for number in signals]
         try:
             for name in self.names:
                 if Path("/run/netns", name).exists():
                     run("ip", "netns", "delete", name)
         finally:
-            for number, handler in zip(numbers, handlers):
+            for number, handler in zip(signals, handlers):
                 signal.signal(number, handler)
 
     def enter(self, rank):
@@ -178,7 +178,7 @@ def run(*command):
 # ---------------------------------------------------------------------------------------- What is measured on two hosts
 
 
-SWEEP_STEPS = 3  # at most, in one round: a sweep only finds a size, and the row with that size is measured as usual
+SWEEP_STEPS = 3  # at most, in one round: a sweep only chooses a size, and the row with that size is measured as usual
 TIMEOUT_S = 600  # of one collective: on a slow link a step takes a minute
 LIMIT_S = 3600  # of one row
 
@@ -196,8 +196,8 @@ def measure(args):
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, TIMEOUT_S, LIMIT_S, hosts.enter) as workers:
         if args.sweep:
-            short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-            sweep = every_row.measure_rows(workers, short, SWEPT_FOR_CURVE if is_curve else SWEPT)
+            short_settings = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
+            sweep = every_row.measure_rows(workers, short_settings, SWEPT_FOR_CURVE if is_curve else SWEPT)
             tuned = tuned_row_ids(sweep)
         row_ids = rows_to_measure(args, tuned)
         measured = every_row.measure_rows(workers, settings, row_ids, recorded=() if args.rows else RECORDED)
@@ -211,8 +211,8 @@ def count_cores(rank):
 
 def tuned_row_ids(sweep):
     """Return the rows of TUNED with the bucket size that was DDP's fastest in a sweep; [] if the default was that."""
-    of_ddp = [row for row in sweep.rows if row.row_id.base == REFERENCE]
-    fastest = min(of_ddp, key=lambda row: row.median_ms)
+    ddp_rows = [row for row in sweep.rows if row.row_id.base == REFERENCE]
+    fastest = min(ddp_rows, key=lambda row: row.median_ms)
     size = fastest.row_id.bucket_mb
     if size is None or not fastest.rounds_ms:
         return []

@@ -118,9 +118,12 @@ def files_of_links(rates):
 
 def origin(names):
     """Return machine, torch, commit and date of these files, each once."""
-    of_files = [load(name).made for name in names]
-    machine, torch, commit, day = (" and ".join(dict.fromkeys(values)) for values in zip(*of_files))
-    return code(f"{machine} · torch {torch} · commit {commit} · {day}")
+    all_made = [load(name).made for name in names]
+
+    def each_once(field):
+        return " and ".join(dict.fromkeys(getattr(made, field) for made in all_made))
+    return code(f"{each_once('machine')} · torch {each_once('torch')} · commit {each_once('commit')} · "
+                f"{each_once('date')}")
 
 
 def settings():
@@ -206,7 +209,10 @@ def network():
     """Draw the recorded steps of the slowest link, each with the median of its row in the table."""
     report = load(SLOWEST_LINK)
     rounds_ms = report.sheets["link"].numbers("ms")
-    median_ms = {key.replace(",\n  ", ", "): tables.median(rounds) for key, rounds in rounds_ms.items()}
+    median_ms = {}
+    for label, rounds in rounds_ms.items():
+        name = label.replace(",\n  ", ", ")  # a row's label in a table may have two lines
+        median_ms[name] = tables.median(rounds)
     steps, title = pictures.read_steps(report.drawn)
     return pictures.svg([(f"{name} (median {median_ms[name]:.0f} ms)", step) for name, step in steps], title)
 
@@ -220,8 +226,14 @@ PICTURES = {
     "plan.svg": lambda: steps_of(load(PLAN).drawn),
     "same_bits.svg": lambda: pictures.differences(load("losses.json").drawn["differences"]),
 }
-PICTURES |= {name.replace(".svg", "_dark.svg"): lambda draw=draw: pictures.in_dark(draw())
-             for name, draw in PICTURES.items()}
+
+
+
+def in_dark(draw):
+    return lambda: pictures.in_dark(draw())
+
+
+PICTURES |= {name.replace(".svg", "_dark.svg"): in_dark(draw) for name, draw in PICTURES.items()}
 # Name of a figure in a sentence of docs/ -> file, table, row, column, and the form of the number.
 CELLS = {
     "held_plain": (BENCH, "phases", "compute only", "step", ".1f"),
@@ -270,6 +282,9 @@ def figures():
 
 def rewritten(text):
     """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
+    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
+    texts = figures() if re.search(figure_in_prose, text) else {}
+
     def block_anew(mark):
         name = mark[1]
         return f"<!-- report: {name} -->\n\n{BLOCKS[name]()}\n\n<!-- end -->"
@@ -279,8 +294,6 @@ def rewritten(text):
         return f"<!--{name}-->{texts[name]}<!--end-->"
 
     text = re.sub(r"<!-- report: (\w+) -->\n.*?<!-- end -->", block_anew, text, flags=re.DOTALL)
-    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
-    texts = figures() if re.search(figure_in_prose, text) else {}
     return re.sub(figure_in_prose, figure_anew, text)
 
 
