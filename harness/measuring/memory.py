@@ -36,7 +36,7 @@ class Memory(TorchDispatchMode):
     def __init__(self, device="cpu"):
         super().__init__()
         self.device = torch.device(device)
-        self.live = self.peak = 0
+        self.live = self.peak = 0  # bytes that are alive now, and the most at one moment
         self.lock = threading.RLock()  # gloo's threads free tensors at any moment, and `_set` runs there
         self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes that count for it]: the list outlives it
         self.kinds = weakref.WeakKeyDictionary()  # storage -> kind, by `mark`
@@ -45,6 +45,7 @@ class Memory(TorchDispatchMode):
     def __enter__(self):
         if self.device.type == "cuda":
             forget_peaks(self.device)
+            # What `reserved` subtracts; on a CPU there is no such figure.
             self.allocated_before = torch.cuda.memory_allocated(self.device)
         # resize_ frees memory or takes memory, from_dlpack makes a second storage, and neither is an operator.
         self.torchs_resize = torch.UntypedStorage.resize_

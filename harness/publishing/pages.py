@@ -45,8 +45,8 @@ class Step(NamedTuple):
 STEPS = [
     Step("bench", 5, "bench.json", "bench.py"),
     Step("bench, 16 bits", 1, "bench_bfloat16.json", "bench.py --dtype bfloat16 --rounds 2"),
-    Step("variants on four ranks: counts", 2, variants_page.COUNTED_FILE,
-         "bench.py --rows variants --ranks 4 --rounds 1 --steps 1"),
+    Step("variants on four ranks: counts, which no batch changes", 1, variants_page.COUNTED_FILE,
+         "bench.py --rows variants --ranks 4 --rounds 1 --steps 1 --batch-size 1 --sequence-length 16"),
     Step("two hosts, 300 Mbit/s: bucket sizes, all rows", 15, "network_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --sweep"),
     Step("two hosts, 1 Gbit/s: bucket sizes, all rows", 8, "network_1gbit.json",
@@ -98,27 +98,28 @@ def run(command):
 
 def code(*texts):
     """Return a block of code, with an empty line between the texts."""
-    return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ", lambda line: line.strip())
+    return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ")
 
 
-def block(name, *keys):
+def block(file, *keys):
     """Return tables of a file, as a terminal shows them, with footnotes and without notes."""
-    sheets = load(name).sheets
-    return code(*(tables.sheet_text(dataclasses.replace(sheets[key], notes=[])) for key in keys))
+    sheets = load(file).sheets
+    without_notes = [dataclasses.replace(sheets[key], notes=[]) for key in keys]
+    return code(*map(tables.sheet_text, without_notes))
 
 
 def block_of_links(key):
     """Return the table `key` of each link with all rows."""
-    return "\n\n".join(block(name, key) for name in files_of_links(WHOLE_RATES))
+    return "\n\n".join(block(file, key) for file in files_of_links(WHOLE_RATES))
 
 
 def files_of_links(rates):
     return [f"network_{rate}.json" for rate in rates]
 
 
-def origin(names):
+def origin(files):
     """Return machine, torch, commit and date of these files, each once."""
-    all_made = [load(name).made for name in names]
+    all_made = [load(file).made for file in files]
 
     def each_once(field):
         return " and ".join(dict.fromkeys(getattr(made, field) for made in all_made))
