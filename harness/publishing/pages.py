@@ -45,8 +45,6 @@ class Step(NamedTuple):
 STEPS = [
     Step("bench", 5, "bench.json", "bench.py"),
     Step("bench, 16 bits", 1, "bench_bfloat16.json", "bench.py --dtype bfloat16 --rounds 2"),
-    Step("variants on four ranks: counts, which no batch changes", 1, variants_page.COUNTED_FILE,
-         "bench.py --rows variants --ranks 4 --rounds 1 --steps 1 --batch-size 1 --sequence-length 16"),
     Step("two hosts, 300 Mbit/s: bucket sizes, all rows", 15, "network_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --sweep"),
     Step("two hosts, 1 Gbit/s: bucket sizes, all rows", 8, "network_1gbit.json",

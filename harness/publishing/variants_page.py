@@ -11,7 +11,6 @@ from harness.publishing import tables
 from harness.publishing.stages import code_lines, core_lines
 from harness.publishing.tables import column, load, name_column, sheet_of
 
-COUNTED_FILE = "bench_variants.json"  # what each of four ranks sends and holds
 STAGE_3_ROW = "stage 3 grad buffer"
 
 
@@ -51,28 +50,26 @@ def lines_of(row_name):
     return core_lines(tables.ROOT / (STAGE_3 if row_name == STAGE_3_ROW else STAGE_4))
 
 
-def times():
-    """Return {name of a row: its time on two hosts}. muon and hybrid were measured in runs of their own."""
-    def times_in(kind):
-        return load(f"network_{kind}_300mbit.json").sheets["times"].numbers("time")
-
-    time_of = times_in("variants")
-    for kind in ("muon", "hybrid"):
-        row_name = f"variants {kind}"
-        time_of[row_name] = times_in(kind)[row_name]
-    return time_of
+def sheet_with(row_name, key):
+    """Return the table `key` of two hosts that has a row: muon and hybrid were measured in runs of their own."""
+    of_its_own = row_name in ("variants muon", "variants hybrid")
+    kind = short_name(row_name) if of_its_own else "variants"
+    return load(f"network_{kind}_300mbit.json").sheets[key]
 
 
 def table():
-    """Return the table as markdown, with the bench's marks of counts that differ from their formulas."""
-    counted = load(COUNTED_FILE).sheets["rows"]
+    """Return the table as markdown, with the marks of counts that differ from their formulas."""
+    def cell_of(key, column_key):
+        return lambda row_name: sheet_with(row_name, key).cells(column_key)[row_name]
+
     sheet = sheet_of("", WORDS, {
         "idea": name_column(short_name, "idea"),
         "lines": column("lines", lines_of, "counted"),
         "elsewhere": name_column(lambda row_name: WORDS[row_name].elsewhere, "called elsewhere"),
-        "sent": column("sent", counted.cells("sent").get, "counted", ".1f"),
-        "held": column("held", counted.cells("bytes").get, "counted", ".2f"),
-        "time": column("time, 300 Mbit/s", times().get, "measured"),
+        "sent": column("sent", cell_of("rows", "sent"), "counted", ".1f"),
+        "held": column("held", cell_of("rows", "bytes"), "counted", ".2f"),
+        "time": column("time, 300 Mbit/s", cell_of("times", "time"), "measured"),
         "when": name_column(lambda row_name: WORDS[row_name].take_it_when, "take it when")})
-    explained = [footnote for footnote in counted.footnotes if not footnote.startswith("~")]  # ~ is a mark of times
-    return tables.markdown(dataclasses.replace(sheet, footnotes=explained))
+    explained = [footnote for row_name in WORDS for footnote in sheet_with(row_name, "rows").footnotes
+                 if not footnote.startswith("~")]  # ~ is a mark of times
+    return tables.markdown(dataclasses.replace(sheet, footnotes=list(dict.fromkeys(explained))))
