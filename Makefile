@@ -123,7 +123,6 @@ figures: $(ENV)
 report: $(ENV)
 	$(PYTHON) -m harness.publishing.pages
 	$(PYTHON) -m show --pages
-	$(PYTHON) -m variants --page
 
 # git calls a file new or deleted where the other file is /dev/null. It ends with 1 where files differ.
 DIFF = git $(if $(FULL),,--no-pager) diff --no-index --patience --color=$(if $(NO_COLOR),never,auto) --

@@ -71,7 +71,6 @@ def report_of(args, measured):
     if not args.quick and not args.rows and args.dtype == "float32":
         every_row.say("model state at any number of ranks")
         sheets["model_state"] = alone.model_state(args.model)
-        sheets["gathered"] = alone.gathered(args.model)
         sheets["ladder"] = alone.ladder(args.model)
         every_row.say("host time as rank 0 of 8")
         sheets["host"] = overhead.measure_host(measured.conditions.device)

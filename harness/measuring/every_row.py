@@ -20,7 +20,7 @@ class Row:
     rounds_ms: list = field(default_factory=list)  # time of a step in each round
     drain_ms: list = field(default_factory=list)  # drain in each round
     examined: examine.Examined | None = None  # figures over all ranks
-    exposed_ms: float | None = None  # in the recorded step, on the rank that has most
+    exposed_ms: float | None = None  # communication while nothing computes, in the recorded step; of the worst rank
     step: object = None  # the RecordedStep of rank 0
 
     @property
@@ -73,7 +73,7 @@ class Rows:
     rows: list
 
     def find(self, base, bucket_mb=None):
-        """Return the Row, or None."""
+        """Return the Row of that name and size of bucket, or None."""
         return next((row for row in self.rows if row.row_id == (base, bucket_mb)), None)
 
     def timed(self, base, bucket_mb=None):
@@ -115,10 +115,7 @@ def measure_rows(workers, settings, row_ids, recorded=()):
     tolerance. `recorded`: names of rows of which a step is recorded, after all rounds.
     """
     conditions = on_rank_0(workers, examine.describe, settings)
-    rows = []
-    for row_id in row_ids:
-        say(f"check: {row_id.name}")
-        rows.append(checked_row(workers, settings, row_id))
+    rows = [checked_row(workers, settings, row_id) for row_id in row_ids]
     for number in range(settings.rounds):
         first = number % len(rows)  # each round begins with another row
         for row in rows[first:] + rows[:first]:
@@ -141,11 +138,12 @@ def measure_rows(workers, settings, row_ids, recorded=()):
 
 def checked_row(workers, settings, row_id):
     """Examine a row. Returns a Row without times, which has an error if the row is wrong."""
+    say(f"check: {row_id.name}")
     row = Row(row_id)
-    of_ranks = row.run(workers, examine.examine, settings)
-    if not of_ranks:
+    examined_by_rank = row.run(workers, examine.examine, settings)
+    if not examined_by_rank:
         return row
-    examined = over_ranks(of_ranks)
+    examined = over_ranks(examined_by_rank)
     configuration = row.configuration
     allowed = examine.tolerance(workers.world_size)
     if configuration.kind == "floor":  # a floor trains on the data of one rank alone, and agrees with no other row
@@ -157,18 +155,19 @@ def checked_row(workers, settings, row_id):
     return row
 
 
-def over_ranks(of_ranks):
+def over_ranks(examined_by_rank):
     """Combine the Examined of all ranks into one.
 
     For each phase, bytes in memory are what the rank that holds most has. Bytes on the wire and bytes per parameter are
     means over the ranks. Everything else is rank 0's.
     """
-    first = of_ranks[0]
-    return first._replace(
-        memory_bytes={phase: max(examined.memory_bytes[phase] for examined in of_ranks)
-                      for phase in first.memory_bytes},
-        wire_bytes=round(statistics.mean(examined.wire_bytes for examined in of_ranks)),
-        bytes_per_param=statistics.mean(examined.bytes_per_param for examined in of_ranks))
+    memory_bytes = {}
+    for phase in examined_by_rank[0].memory_bytes:
+        memory_bytes[phase] = max(examined.memory_bytes[phase] for examined in examined_by_rank)
+    return examined_by_rank[0]._replace(
+        memory_bytes=memory_bytes,
+        wire_bytes=round(statistics.mean(examined.wire_bytes for examined in examined_by_rank)),
+        bytes_per_param=statistics.mean(examined.bytes_per_param for examined in examined_by_rank))
 
 
 # ------------------------------------------------------------------------------------------------- Tables of rows
@@ -189,25 +188,25 @@ def beside_formula(name, mark, unit=1):
 
 def noise_of(measured):
     """Return, round by round, the time of ddp's second row over the time of ddp's first row; [] without both."""
-    reference = measured.timed(catalogue.REFERENCE)
-    again = next((row for row in measured.rows if row.configuration.kind == "noise"), None)
-    if not again or not reference:
+    ddp = measured.timed(catalogue.REFERENCE)
+    ddp_again = next((row for row in measured.rows if row.configuration.kind == "noise"), None)
+    if not ddp_again or not ddp:
         return []
-    return [again_ms / ms for again_ms, ms in zip(again.rounds_ms, reference.rounds_ms)]
+    return [again_ms / ms for again_ms, ms in zip(ddp_again.rounds_ms, ddp.rounds_ms)]
 
 
 def rows_sheet(measured):
     """Make the table of time, traffic, memory and correctness."""
-    reference = measured.timed(catalogue.REFERENCE)
+    ddp = measured.timed(catalogue.REFERENCE)
     noise = noise_of(measured)
-    largest_noise = max((abs(over_first - 1) for over_first in noise), default=0)
+    largest_noise = max((abs(ddp_again_over_ddp - 1) for ddp_again_over_ddp in noise), default=0)
 
     def over_ddp(row):
-        if not row.rounds_ms or not reference:
-            return None
-        over = row.over(reference)
-        is_noise = row.configuration.kind != "reference" and abs(over - 1) <= largest_noise
-        return Marked(over, "~") if is_noise else over
+        times_as_long = row.over(ddp)
+        if times_as_long is None or row is ddp:
+            return times_as_long
+        is_noise = abs(times_as_long - 1) <= largest_noise
+        return Marked(times_as_long, "~") if is_noise else times_as_long
     allowed = examine.tolerance(measured.world_size)
     return sheet_of(
         f"A step: time, traffic, memory in MB; {rounds_in_words(measured.settings)}", measured.rows, {
@@ -237,9 +236,12 @@ def phases_sheet(measured):
     if measured.conditions.device == "cuda":
         titles["reserved"] = "reserved"
     rows = [row for row in measured.rows if row.configuration.kind != "noise"]
+
+    def bytes_after(phase):
+        return lambda row: row.memory(phase)
     columns = {"name": name_column(lambda row: row.row_id.label)}
     for phase, title in titles.items():
-        columns[phase] = column(title, lambda row, phase=phase: row.memory(phase), "counted", ".1f", unit=1e6)
+        columns[phase] = column(title, bytes_after(phase), "counted", ".1f", unit=1e6)
     return sheet_of("Memory of a rank after each phase, and its peak, MB", rows, columns)
 
 
@@ -249,11 +251,11 @@ def times_sheet(measured):
         return f"{row.median_ms:.0f} ms" if row.rounds_ms else None
 
     def time(row):
-        base = row.configuration.base
-        if not base:
+        compared_with = row.configuration.base  # a variant's; other rows have none
+        if not compared_with:
             return ms(row)
-        over_base = row.over(measured.timed(base))
-        return None if over_base is None else f"× {over_base:.2f}"
+        times_as_long = row.over(measured.timed(compared_with))
+        return None if times_as_long is None else f"× {times_as_long:.2f}"
 
     return sheet_of("Time per step: of a variant over its base's, of a base in ms", measured.rows, {
         "name": name_column(lambda row: row.row_id.base), "time": column("time", time, "measured"),
@@ -261,4 +263,4 @@ def times_sheet(measured):
 
 
 def has_variants(measured):
-    return any(row.configuration.base for row in measured.rows)
+    return any(row.configuration.base for row in measured.rows)  # only variants are compared with another row

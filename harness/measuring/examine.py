@@ -21,6 +21,8 @@ from harness.ranks.exchange import in_place_of_gloos
 from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
+# Of lists of spans, each a pair (start, end), pictures has `union` and `overlap`; `length` adds up the seconds.
+
 WARMUP_STEPS = 2  # DDP rebuilds buckets in step 2; after step 2 everything is allocated
 CHECKED_STEPS = 3  # step 2 is the first to use gathered parameters and nonzero moments; step 3 is for the Ledger
 
@@ -61,7 +63,8 @@ def make_batches(settings, rank):
     train, _ = corpus.split(corpus.load_bytes())
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
-    return [batches.batch(step) for step in range(max(CHECKED_STEPS, WARMUP_STEPS + settings.steps))]
+    n_steps = max(CHECKED_STEPS, WARMUP_STEPS + settings.steps)
+    return [batches.batch(step) for step in range(n_steps)]
 
 
 def describe(rank, settings):
@@ -178,58 +181,49 @@ def count_memory(rank, settings, configuration, batches):
 def largest_difference(tensors, expected):
     """Return the largest difference on any rank. A nan counts as the largest float. Collective."""
     pairs = zip(tensors, expected, strict=True)
-    differences = torch.stack([(tensor - other).abs().max().float() for tensor, other in pairs])
+    differences = torch.stack([(tensor - expected_tensor).abs().max().float() for tensor, expected_tensor in pairs])
     largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
 
 
 @in_place_of_gloos()
-def time_steps(rank, settings, row_id, micro_batches=1, exchanges_each=False):
-    """Time one row. Returns (median ms per step, ms to drain).
-
-    A step has `micro_batches` of the same size. Gradients are exchanged after the last micro-batch, or with
-    `exchanges_each` after each micro-batch.
-    """
+def time_steps(rank, settings, row_id):
+    """Time one row. Returns (median ms per step, ms to drain)."""
     batches = make_batches(settings, rank)
     training = make_training(rank, settings, row_id)
-
-    def step(number):
-        for micro_batch in range(micro_batches):
-            exchanges = exchanges_each or micro_batch == micro_batches - 1
-            with contextlib.nullcontext() if exchanges else training.no_sync():
-                training.forward_backward(batches[(number + micro_batch) % len(batches)])
-        training.update()
-        training.zero_grad()
-
-    for number in range(WARMUP_STEPS):
-        step(number)
-    return time_warm_steps(rank, step, range(WARMUP_STEPS, WARMUP_STEPS + settings.steps), training.finish)
+    for batch in batches[:WARMUP_STEPS]:
+        training.step(batch)
+    timed_batches = batches[WARMUP_STEPS : WARMUP_STEPS + settings.steps]
+    return time_warm_steps(rank, training.step, timed_batches, training.finish)
 
 
 def make_training(rank, settings, row_id):
+    """Build a row, after the memory of the row before is free. Returns Training."""
     gc.collect()
     configuration = rows.find(*row_id)
     return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
 
 
 def time_warm_steps(rank, step, inputs, finish):
-    """Time `step` for each of `inputs`, after warm-up. Returns (median ms per step, ms to drain), on the slowest rank.
+    """Time `step(step_input)` of all `inputs`, after warm-up. Returns (median ms per step, ms to drain).
+
+    Both are the slowest rank's.
 
     A step lasts from the end of one step to the end of the next, so a step includes the wait for parameters that the
     step before has sent. The drain is the wait for what the last step has sent. No barrier stands between steps,
     because a barrier would wait for messages in flight.
     """
-    times = [timestamp(rank.device)]
+    ends_of_steps = [timestamp(rank.device)]
     for step_input in inputs:
         step(step_input)
-        times.append(timestamp(rank.device))
+        ends_of_steps.append(timestamp(rank.device))
     finish()
-    drain_ms = milliseconds(times[-1], timestamp(rank.device))
-    step_ms = statistics.median(map(milliseconds, times, times[1:]))
-    slowest = torch.tensor([step_ms, drain_ms], device=rank.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+    drain_ms = milliseconds(ends_of_steps[-1], timestamp(rank.device))
+    step_ms = statistics.median(map(milliseconds, ends_of_steps, ends_of_steps[1:]))
+    of_slowest_rank = torch.tensor([step_ms, drain_ms], device=rank.device)
+    dist.all_reduce(of_slowest_rank, op=dist.ReduceOp.MAX)
+    return of_slowest_rank.tolist()
 
 
 def timestamp(device):
@@ -242,7 +236,8 @@ def timestamp(device):
 
 
 def milliseconds(start, end):
-    if isinstance(start, float):
+    """Return the time between two timestamps."""
+    if isinstance(start, float):  # seconds, of a CPU
         return (end - start) * 1000
     end.synchronize()
     return start.elapsed_time(end)

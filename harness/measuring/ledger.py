@@ -83,7 +83,7 @@ MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_
 
 
 def kind_and_tensors(operator, arguments):
-    """Return kind, and [tensors that are read, tensors that are written]. A functional operator has no second list."""
+    """Return the kind of a collective, and lists of tensors: those that it reads, and maybe those that it writes."""
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *argument_names = OPERATORS[name]
@@ -103,13 +103,13 @@ def wire_bytes(kind, size, group_size, backend):
         return 0
     if kind == "send":
         return size
-    n_bytes = size * (group_size - 1) / group_size
-    if kind in ("scatter", "gather"):  # n_bytes leave one rank, or all other ranks together
-        return n_bytes / group_size
+    without_own_part = size * (group_size - 1) / group_size
+    if kind in ("scatter", "gather"):  # these bytes leave one rank, or all other ranks together
+        return without_own_part / group_size
     is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")  # as gloo does it
     if is_all_reduce:
-        return 2 * n_bytes  # a reduce-scatter and an all-gather
-    return n_bytes
+        return 2 * without_own_part  # a reduce-scatter and an all-gather
+    return without_own_part
 
 
 class Ledger(TorchDispatchMode):
@@ -133,8 +133,9 @@ class Ledger(TorchDispatchMode):
 
     def __exit__(self, *exception):
         """Wait until all collectives are complete, unless there is an exception."""
+        exception_type, *_ = exception
         for entry, is_complete in self.pending:
-            if exception[0] is None and not is_complete.wait(self.limit_s):
+            if exception_type is None and not is_complete.wait(self.limit_s):
                 raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
         for executor in self.executors.values():
             executor.shutdown(wait=False)
@@ -169,19 +170,20 @@ class Ledger(TorchDispatchMode):
         kind, tensor_lists = kind_and_tensors(operator, arguments)
         group = _group(arguments)
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tensor_lists]
-        not_empty = [size for size in sizes if size]  # only one rank has a scatter's input, or a gather's output
-        if kind in ("all_gather", "gather", "scatter"):  # one rank's part is read, or written
-            size = min(not_empty, default=0) * group.size()
+        sizes = list(filter(None, sizes))  # 0 where this rank has no input of a scatter, or no output of a gather
+        if kind in ("all_gather", "gather", "scatter"):  # the smaller list is one rank's part
+            size = min(sizes, default=0) * group.size()
         else:
-            size = max(not_empty, default=0)
+            size = max(sizes, default=0)
         dtype = next((tensor.dtype for tensors in tensor_lists for tensor in tensors), None)
         backend = dist.get_backend(group)
-        wire = wire_bytes(kind, size, group.size(), backend)
-        return Collective(kind, size, dtype, group.size(), backend, wire, time.perf_counter())
+        n_bytes_sent = wire_bytes(kind, size, group.size(), backend)
+        return Collective(kind, size, dtype, group.size(), backend, n_bytes_sent, time.perf_counter())
 
     def _watch(self, entry, result):
         """Set `completed_at` of `entry` when the collective is complete. Returns the result that the caller gets."""
-        boxed_work = result[-1] if isinstance(result, (tuple, list)) else result
+        has_tensors_too = isinstance(result, (tuple, list))  # before the Work, which C++ returns in a box
+        boxed_work = result[-1] if has_tensors_too else result
         # A functional collective returns a tensor.
         if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):
             return result
@@ -203,12 +205,13 @@ class Ledger(TorchDispatchMode):
             watched_work = WatchedWork(work, note_completion, self.executors[entry.kind])
             self.works.append(watched_work)
             boxed_work = watched_work.boxed()
-            return [*result[:-1], boxed_work] if isinstance(result, (tuple, list)) else boxed_work
+            return [*result[:-1], boxed_work] if has_tensors_too else boxed_work
         future.add_done_callback(note_completion)
         return result
 
 
 def _group(arguments):
+    """Return the process group among the arguments of an operator."""
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
     group = arguments["group_name"]  # a name, or in newer releases of torch a group

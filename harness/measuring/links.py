@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from harness.measuring.every_row import rounds_in_words
 from harness.publishing import pictures
-from harness.publishing.tables import METHODS, NONE, Marked, cell_text, column, name_column, ratio, sheet_of
+from harness.publishing.tables import METHODS, NONE, cell_text, column, name_column, ratio, sheet_of
 from harness.training import rows as catalogue
 from harness.training.rows import (
     ALL_GATHER,
@@ -42,24 +42,24 @@ class Link(NamedTuple):
 
 
 def tuned_ddp(measured, sweep):
-    """Return DDP's fastest row, of the default or the swept size; None without a sweep, or if nothing was measured.
+    """Return the faster of DDP's rows: with buckets of the default size, or of the size that a sweep has chosen.
 
-    A sweep is short, so the size that it has chosen may turn out to be slower than the default.
+    A sweep is short, so its size may turn out to be slower. Returns None without a sweep, or if DDP has no times.
     """
-    of_ddp = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
-    has_size = any(row.row_id.bucket_mb is not None for row in of_ddp)
-    if not of_ddp or not (sweep or has_size):
+    ddp_rows = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
+    has_swept_size = any(row.row_id.bucket_mb is not None for row in ddp_rows)
+    if not ddp_rows or not (sweep or has_swept_size):
         return None
-    return min(of_ddp, key=lambda row: row.median_ms)
+    return min(ddp_rows, key=lambda row: row.median_ms)
 
 
 def over_floor(measured, link, row):
     """Return a row's time over the floor, the larger of computing alone and sending the row's bytes. None: unknown."""
     link_ms = link.ms(row)
-    alone = measured.timed(COMPUTE_ONLY + ENDINGS[row.configuration.dtype])
-    if not alone or link_ms is None:
+    compute_only = measured.timed(COMPUTE_ONLY + ENDINGS[row.configuration.dtype])
+    if not compute_only or link_ms is None:
         return None
-    return ratio(row.rounds_ms, [max(link_ms, ms) for ms in alone.rounds_ms])
+    return ratio(row.rounds_ms, [max(link_ms, ms) for ms in compute_only.rounds_ms])
 
 
 def stage4_over(measured, row):
@@ -81,7 +81,7 @@ def link_sheet(measured, link):
 
 
 def ladder_sheet(measured, tuned):
-    """Make the measured columns of README's table. `tuned`: see `tuned_ddp`."""
+    """Make the measured columns of README's ladder, of which a rung is a row. `tuned`: DDP's row by `tuned_ddp`."""
     ddp = tuned or measured.timed(REFERENCE)
 
     def row_of(rung):
@@ -110,96 +110,59 @@ CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, g
 
 def over_computing(measured, link, tuned):
     """Return {name in the curve: time over the time of computing alone, or None where there is no time}."""
-    alone = measured.timed(COMPUTE_ONLY)
+    compute_only = measured.timed(COMPUTE_ONLY)
 
-    def over(base):
-        if base == FLOOR:
-            return max(1.0, link.ms(measured.find(OVERLAP)) / alone.median_ms)
-        row = tuned if base == TUNED else measured.timed(base)
-        return row.over(alone) if row else None
-    return {name: over(base) for name, base in CURVES.items()}
+    def over_compute_only(row_name):
+        if row_name == FLOOR:
+            return max(1.0, link.ms(measured.find(OVERLAP)) / compute_only.median_ms)
+        row = tuned if row_name == TUNED else measured.timed(row_name)
+        return row.over(compute_only) if row else None
+    return {title: over_compute_only(row_name) for title, row_name in CURVES.items()}
 
 
 def curve_sheet(measured, link, tuned):
-    """Make one column of the curve's table, that of this link. `tables.beside` puts columns together."""
+    """Make the curve's table with the column of this link alone. `tables.beside` puts columns of links together."""
     stage4 = measured.timed(OVERLAP)
+    over_tuned = stage4_over(measured, tuned) if tuned else None
+    stage4_over_floor = over_floor(measured, link, stage4) if stage4 else None
+    drain_ms = stage4.drain_ms if stage4 else None
     settings = measured.settings
-    lines = {name: cell_text(over, ".2f") for name, over in over_computing(measured, link, tuned).items()}
-    lines |= {
-        "stage 4 over tuned DDP": cell_text(stage4_over(measured, tuned) if tuned else None, ".2f"),
-        "stage 4 over the floor": cell_text(over_floor(measured, link, stage4) if stage4 else None, ".2f"),
+    texts = {title: cell_text(times, ".2f") for title, times in over_computing(measured, link, tuned).items()}
+    texts |= {
+        "stage 4 over tuned DDP": cell_text(over_tuned, ".2f"),
+        "stage 4 over the floor": cell_text(stage4_over_floor, ".2f"),
         "DDP's best buckets": tuned.row_id.size if tuned else NONE,
         "compute only, ms": f"{measured.timed(COMPUTE_ONLY).median_ms:.0f}",
         "rounds x steps": f"{settings.rounds} x {settings.steps}",
-        "stage 4's drain, ms": cell_text(stage4.drain_ms if stage4 else None, ".0f")}
-    return sheet_of("Time per step over computing alone", lines, {
-        "name": name_column(str), link.rate: column(link.words.replace(" ", "\n"), lines.get, "measured")})
+        "stage 4's drain, ms": cell_text(drain_ms, ".0f")}
+    return sheet_of("Time per step over computing alone", texts, {
+        "name": name_column(str), link.rate: column(link.words.replace(" ", "\n"), texts.get, "measured")})
 
 
-# ----------------------------------------------------------------------------------- Accumulation, and sizes of buckets
-
-
-class Accumulated(NamedTuple):
-    """Milliseconds per micro-batch, in each round, of steps that have `micro_batches` of them."""
-    micro_batches: int
-    no_sync_ms: list  # stage 4, one exchange per step
-    each_ms: list  # stage 4, one exchange per micro-batch
-    compute_ms: list
-    ddp_ms: list
-    stage3_ms: list
-
-
-def accumulation_sheets(rows, ddp_row_id, link):
-    """Make two tables of Accumulated rows: what more exchanges cost stage 4, and communication's share of a step."""
-    one_micro_batch = rows[0]  # in which both ways are the same
-    pairs = zip(one_micro_batch.no_sync_ms, one_micro_batch.each_ms)
-    noise = max(abs(each_ms / once_ms - 1) for once_ms, each_ms in pairs)
-
-    def price(row):
-        over_no_sync = ratio(row.each_ms, row.no_sync_ms)
-        return Marked(over_no_sync, "~") if abs(over_no_sync - 1) <= noise else over_no_sync
-
-    def share(field):
-        return lambda row: 1 - ratio(row.compute_ms, getattr(row, field))
-    number = column("micro-batches\na step", "micro_batches")
-    exchanges = sheet_of(
-        f"Accumulation in stage 4, ms a micro-batch, {link.words}", rows, {
-            "number": number,
-            "once": column("in no_sync:\none exchange", "no_sync_ms", "measured", ".0f", shows="both"),
-            "each": column("without:\nan exchange each", "each_ms", "measured", ".0f", shows="both"),
-            "price": column("x no_sync", price, "measured", ".2f")},
-        ["Median (min–max). In no_sync whole gradients stay on each rank; without, they are reduced into the shard."],
-        {"~": f"within the noise: with one micro-batch both are the same, yet up to {noise:.0%} apart."})
-    shares = sheet_of(
-        f"Communication's share of a step with one exchange, {link.words}", rows, {
-            "number": number, "compute": column("compute only,\nms a micro-batch", "compute_ms", "measured", ".0f"),
-            "ddp": column("DDP\n", share("ddp_ms"), "measured", ".0%"),
-            "stage3": column("stage 3\n", share("stage3_ms"), "measured", ".0%"),
-            "stage4": column("stage 4\n", share("no_sync_ms"), "measured", ".0%")},
-        [f"1 - compute only / this row. DDP: the row {ddp_row_id.name}."])
-    return {"accumulation": exchanges, "shares": shares}
+# ---------------------------------------------------------------------------------------------------- Sizes of buckets
 
 
 def buckets_sheet(sweep, link):
     """Make the table of time by size of bucket. Of stage 4, messages and memory stand there too."""
-    def of_row(base, get):
-        def read(size):
+    def cell_of(base, get):
+        """Return a function of a size: what `get` returns of the row with such buckets, or None without the row."""
+        def cell(size):
             row = sweep.find(base, size)
             return get(row) if row else None
-        return read
+        return cell
 
-    def messages(row):
-        kinds = row.examined.collectives
-        return kinds.get("send") or kinds.get("reduce_scatter")
+    def n_messages(row):
+        n_by_kind = row.examined.collectives
+        return n_by_kind.get("send") or n_by_kind.get("reduce_scatter")  # on gloo ranks exchange sends
     sizes_of_rows = {row.row_id.bucket_mb for row in sweep.rows}
     tried = [size for size in (*SIZES, None) if size in sizes_of_rows]
     return sheet_of(
         f"Bucket size, ms a step, {link.words}, {rounds_in_words(sweep.settings)}", tried, {
             "size": name_column(lambda size: RowId("", size).size),
-            "ddp": column("ddp\n", of_row(REFERENCE, lambda row: row.rounds_ms), "measured", ".0f"),
-            "stage4": column("stage 4\n", of_row(OVERLAP, lambda row: row.rounds_ms), "measured", ".0f"),
-            "messages": column("its messages\nof gradients", of_row(OVERLAP, messages), "counted"),
-            "bytes": column("its bytes a\nparameter", of_row(OVERLAP, lambda row: row.figure("bytes_per_param")),
+            "ddp": column("ddp\n", cell_of(REFERENCE, lambda row: row.rounds_ms), "measured", ".0f"),
+            "stage4": column("stage 4\n", cell_of(OVERLAP, lambda row: row.rounds_ms), "measured", ".0f"),
+            "messages": column("its messages\nof gradients", cell_of(OVERLAP, n_messages), "counted"),
+            "bytes": column("its bytes a\nparameter", cell_of(OVERLAP, lambda row: row.figure("bytes_per_param")),
                             "counted", ".2f")},
         [f"DDP's default is {DEFAULT_MB} MiB. The model's gradients have {sweep.conditions.parameters * 4 / 1e6:.1f} "
          "MB.", *sweep.failures()])

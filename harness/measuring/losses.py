@@ -65,16 +65,20 @@ def measure_losses(workers):
 
 def loss_sheet(losses):
     """Make the table of losses, {(name, beta2): loss by seed}."""
-    def difference(name, beta2):
-        _, base = CONFIGURATIONS[name]
-        pairs = zip(losses[name, beta2], losses[base, beta2])
-        return " ".join(f"{loss - base_loss:+.4f}" for loss, base_loss in pairs)
+    def losses_with(beta2):
+        return lambda name: losses[name, beta2]
+
+    def differences_with(beta2):
+        """Return a function of a configuration: how much more its loss is, by seed, than that of its base."""
+        def differences(name):
+            _, base = CONFIGURATIONS[name]
+            pairs = zip(losses[name, beta2], losses[base, beta2])
+            return " ".join(f"{loss - base_loss:+.4f}" for loss, base_loss in pairs)
+        return differences
     columns = {"name": name_column(str)}
     for beta2 in BETAS2:
-        columns[f"loss, beta2 {beta2}"] = column(
-            f"beta2 {beta2}\nloss", lambda name, beta2=beta2: losses[name, beta2], "measured", ".4f")
-        columns[f"difference, beta2 {beta2}"] = column(
-            "more, by seed", lambda name, beta2=beta2: difference(name, beta2), "measured")
+        columns[f"loss, beta2 {beta2}"] = column(f"beta2 {beta2}\nloss", losses_with(beta2), "measured", ".4f")
+        columns[f"difference, beta2 {beta2}"] = column("more, by seed", differences_with(beta2), "measured")
     return sheet_of(f"Losses after {SETTINGS.steps} steps", CONFIGURATIONS, columns, [
         "Loss: nats a byte of text that no step has seen, the median over the seeds. More: than stage 4 of the same "
         "dtype, same seed."])
@@ -95,12 +99,12 @@ def params_by_step(rank, method):
     """Train with `method`. Returns all parameters after each step, (steps, numel), as an array of numpy."""
     training = METHODS[method](make_model(BY_RANKS, rank, "float32"), adamw(BY_RANKS))
     text, _ = corpus.split(corpus.load_bytes())
-    n_own = LEAVES // rank.world_size
-    first = rank.number * n_own
+    n_own_leaves = LEAVES // rank.world_size
+    first_leaf = rank.number * n_own_leaves
     batches_of_leaves = [
         corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
-        for leaf in range(first, first + n_own)]
-    divisor = 1 if method == SAME_BITS else n_own  # same_bits divides by the leaves itself
+        for leaf in range(first_leaf, first_leaf + n_own_leaves)]
+    divisor = 1 if method == SAME_BITS else n_own_leaves  # same_bits divides by the leaves itself
     params_after = []
     for step in range(BY_RANKS.steps):
         for batches in batches_of_leaves:
@@ -117,16 +121,16 @@ def params_by_step(rank, method):
 
 def measure_differences():
     """Train with each method on 1, 2, 4 and 8 ranks. Returns {name: largest difference from 1 rank, by step}."""
-    alone = {}
+    params_of_1_rank = {}
     differences = {}
     for n_ranks in RANKS:
         with Workers(n_ranks, timeout_s=600) as workers:
             for method in METHODS:
                 params = on_rank_0(workers, params_by_step, method)
                 if n_ranks == 1:
-                    alone[method] = params.astype(float)
+                    params_of_1_rank[method] = params.astype(float)
                 else:
-                    by_step = abs(params - alone[method]).max(axis=1)
+                    by_step = abs(params - params_of_1_rank[method]).max(axis=1)
                     differences[f"{method}, {n_ranks} ranks"] = by_step.tolist()
     return differences
 

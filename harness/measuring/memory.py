@@ -36,15 +36,16 @@ class Memory(TorchDispatchMode):
     def __init__(self, device="cpu"):
         super().__init__()
         self.device = torch.device(device)
-        self.live = self.peak = 0
+        self.live = self.peak = 0  # bytes that are alive now, and the most at one moment
         self.lock = threading.RLock()  # gloo's threads free tensors at any moment, and `_set` runs there
-        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes]: the list outlives the storage
+        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes that count for it]: the list outlives it
         self.kinds = weakref.WeakKeyDictionary()  # storage -> kind, by `mark`
         self.owners = weakref.WeakKeyDictionary()  # storage -> the storage in whose memory it lies
 
     def __enter__(self):
         if self.device.type == "cuda":
             forget_peaks(self.device)
+            # What `reserved` subtracts; on a CPU there is no such figure.
             self.allocated_before = torch.cuda.memory_allocated(self.device)
         # resize_ frees memory or takes memory, from_dlpack makes a second storage, and neither is an operator.
         self.torchs_resize = torch.UntypedStorage.resize_
@@ -72,11 +73,13 @@ class Memory(TorchDispatchMode):
 
     def settle(self):
         """Wait until `live` stays the same for 60 ms, and return `live`: gloo frees tensors soon after wait()."""
-        looks = [self.live]
-        while len(looks) < 4:
+        live = self.live
+        n_unchanged = 0
+        while n_unchanged < 3:
             time.sleep(0.02)
+            live_before = live
             live = self.live
-            looks = [*looks, live] if live == looks[-1] else [live]
+            n_unchanged = n_unchanged + 1 if live == live_before else 0
         return live
 
     def track(self, tensors):
@@ -95,8 +98,8 @@ class Memory(TorchDispatchMode):
     def by_kind(self):
         """Return {kind: live bytes, …, REST: live bytes}. Every storage counts once, so the sum is `live`."""
         by_kind = collections.Counter({REST: 0})
-        for storage, count in list(self.counted.items()):
-            by_kind[self.kinds.get(storage, REST)] += count[0]
+        for storage, [n_bytes] in list(self.counted.items()):
+            by_kind[self.kinds.get(storage, REST)] += n_bytes
         return dict(by_kind)
 
     def hold(self, n_bytes):
@@ -113,29 +116,31 @@ class Memory(TorchDispatchMode):
         """Count a storage, with the size that the storage has now, until the storage is gone."""
         with self.lock:
             storage = self._owner(storage)
-            count = self.counted.get(storage)
-            if count is None:
-                count = self.counted[storage] = [0]
-                weakref.finalize(storage, self._set, count, 0)
-            self._set(count, storage.nbytes())
+            if storage not in self.counted:
+                self.counted[storage] = [0]
+                weakref.finalize(storage, self._set, self.counted[storage], 0)
+            self._set(self.counted[storage], storage.nbytes())
 
     def _owner(self, storage):
         """Return the storage in whose memory `storage` lies, which may be `storage`."""
         return self.owners.get(storage, storage)
 
-    def _set(self, count, n_bytes):
+    def _set(self, counted_bytes, n_bytes):
+        """Write `n_bytes` into a list of `counted`, and add the difference to the live bytes."""
         with self.lock:
-            added = n_bytes - count[0]
-            count[0] = n_bytes
+            added = n_bytes - counted_bytes[0]
+            counted_bytes[0] = n_bytes
             self.hold(added)
 
     def _resize(self, storage, size):
+        """Resize a storage as torch does, and count the new size."""
         self.torchs_resize(storage, size)
         if storage in self.counted:
             self._track(storage)
         return storage
 
     def _from_dlpack(self, source, **options):
+        """Make a tensor as torch does, and note in whose memory it lies."""
         shared = self.torchs_from_dlpack(source, **options)
         if isinstance(source, torch.Tensor) and not options:  # else it may be a copy, or no tensor's memory
             self.owners[shared.untyped_storage()] = self._owner(source.untyped_storage())
@@ -146,8 +151,13 @@ def plain_tensors(tensor):
     """Return the tensors that hold a tensor's memory. A DTensor's own storage has the whole size and no memory."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
+    names_of_parts, _ = tensor.__tensor_flatten__()
+    plain = []
+    for name in names_of_parts:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            plain += plain_tensors(part)
+    return plain
 
 
 def mark_grads(memory, params):

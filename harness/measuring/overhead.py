@@ -79,22 +79,23 @@ def time_method(rank, method, numel):
 
 def measure_small(workers, sizes):
     """Time every method in turn, for each size. Returns {method: {numel: ms by round}}."""
-    times = {method: {numel: [] for numel in sizes} for method in METHODS}
+    ms_of = {method: {numel: [] for numel in sizes} for method in METHODS}
     for numel in sizes:
         for _ in range(ROUNDS):
             for method in METHODS:
-                times[method][numel].append(on_rank_0(workers, time_method, method, numel))
-    return times
+                ms_of[method][numel].append(on_rank_0(workers, time_method, method, numel))
+    return ms_of
 
 
-def small_sheet(times):
-    """Make the table of `times`, {method: {numel: ms by round}}."""
-    ddp_ms = times[DDP]
+def small_sheet(ms_of):
+    """Make the table of small models. `ms_of`: {method: {numel: ms by round}}."""
+    ddp_ms = ms_of[DDP]
     columns = {"model": name_column("{:,}".format, "parameters"),
                DDP: column("DDP, ms", ddp_ms.get, "measured", ".2f")}
 
     def over_ddp(method):
-        return lambda numel: [ms / of_ddp for ms, of_ddp in zip(times[method][numel], ddp_ms[numel])]
+        """Return a function of a size: in each round, the method's time over DDP's."""
+        return lambda numel: [ms / ms_of_ddp for ms, ms_of_ddp in zip(ms_of[method][numel], ddp_ms[numel])]
     for method in METHODS:
         if method != DDP:
             columns[method] = column(f"{method} ÷ DDP", over_ddp(method), "measured", ".2f", shows="both")
@@ -107,7 +108,7 @@ def small_sheet(times):
 N_TENSORS = 340
 SIDE = 16  # rows and columns of each matrix
 BLOCK = 20  # matrices in a block, which is a unit of FSDP2
-D = 8  # number of ranks
+N_PLAYED_RANKS = 8
 HOST_STEPS = 60  # of each row
 PLAIN = "plain AdamW"
 ADAMW = {"lr": 1e-3, "fused": True}
@@ -167,34 +168,36 @@ def timed_step(training, x):
 
 
 def measure_host(device):
-    """Time all rows in turn, step by step, as rank 0 of D. Returns a Sheet."""
-    with rank_0_of(D):
-        trainings = {name: build(Chain().to(device), ADAMW) for name, build in ROWS.items()}
+    """Time all rows in turn, step by step, as rank 0 of N_PLAYED_RANKS. Returns a Sheet."""
+    with rank_0_of(N_PLAYED_RANKS):
+        training_of = {name: build(Chain().to(device), ADAMW) for name, build in ROWS.items()}
         x = torch.ones(1, SIDE, device=device)
-        times = {name: [] for name in trainings}
+        steps_of = {name: [] for name in ROWS}
         for _ in range(WARMUP_STEPS + HOST_STEPS):
-            for name, training in trainings.items():
-                times[name].append(timed_step(training, x))
+            for name, training in training_of.items():
+                steps_of[name].append(timed_step(training, x))
                 if x.is_cuda:
                     torch.cuda.synchronize()  # not timed, because the host waits for the GPU
-        for training in trainings.values():
+        for training in training_of.values():
             training.finish()
-        trainings.clear()  # before their group ends
-    return host_sheet({name: steps[WARMUP_STEPS:] for name, steps in times.items()})
+        training_of.clear()  # before their group ends
+    return host_sheet({name: steps[WARMUP_STEPS:] for name, steps in steps_of.items()})
 
 
-def host_sheet(times):
-    """Make the table of `times`, {name: list of StepTimes}."""
+def host_sheet(steps_of):
+    """Make the table of host times. `steps_of`: {name of a row: StepTimes of each step}."""
     def best(name, phase):
-        return min(getattr(step, phase) for step in times[name])
+        """Return the shortest time of a phase, or of the whole step, in seconds."""
+        return min(getattr(step, phase) for step in steps_of[name])
 
     def best_ms(phase):
         return lambda name: 1e3 * best(name, phase)
 
     def median_ms(name):
-        return 1e3 * statistics.median(step.whole for step in times[name])
+        return 1e3 * statistics.median(step.whole for step in steps_of[name])
     return sheet_of(
-        f"Best host time of a step, ms, measured: {N_TENSORS} tensors of {SIDE} x {SIDE}, rank 0 of {D}", times, {
+        f"Best host time of a step, ms, measured: {N_TENSORS} tensors of {SIDE} x {SIDE}, rank 0 of {N_PLAYED_RANKS}",
+        steps_of, {
             "name": name_column(str), "forward": column("forw.", best_ms("forward"), form=".2f"),
             "backward": column("backw.", best_ms("backward"), form=".2f"),
             "step": column("step", best_ms("step"), form=".2f"),
@@ -210,9 +213,9 @@ def host_sheet(times):
 def main():
     args = options()
     with Workers(args.ranks, timeout_s=600) as workers:
-        times = measure_small(workers, args.params)
-    how = f"{args.ranks} ranks, {N_LAYERS} layers, batch {BATCH_SIZE}, {ROUNDS} rounds of {STEPS} steps"
-    save_and_show(args.json, Report(made_here(), {"small": small_sheet(times)}, how), fail)
+        ms_of = measure_small(workers, args.params)
+    conditions = f"{args.ranks} ranks, {N_LAYERS} layers, batch {BATCH_SIZE}, {ROUNDS} rounds of {STEPS} steps"
+    save_and_show(args.json, Report(made_here(), {"small": small_sheet(ms_of)}, conditions), fail)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ def options():
         "commas between them (ddp and compute only are always measured); curve: the rows of the curve")
     add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; DDP is then "
         "also measured with its best size")
-    add("--accumulation", action="store_true", help="also time steps of 1 to 4 micro-batches")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     return parser.parse_args()
 
@@ -42,8 +41,7 @@ def options():
 if __name__ == "__main__":
     options()  # a mistake is told before torch is loaded, which takes seconds
 
-from harness.measuring import every_row, examine, links
-from harness.measuring.every_row import say
+from harness.measuring import every_row, links
 from harness.measuring.examine import Settings
 from harness.measuring.links import Link
 from harness.publishing.tables import Report, save_and_show
@@ -146,14 +144,14 @@ class Hosts:
 
     def __exit__(self, *exception):
         """Remove the namespaces, and so the link. A second Ctrl-C doesn't interrupt the removal."""
-        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-        handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handlers = [signal.signal(number, signal.SIG_IGN) for number in signals]
         try:
             for name in self.names:
                 if Path("/run/netns", name).exists():
                     run("ip", "netns", "delete", name)
         finally:
-            for number, handler in zip(numbers, handlers):
+            for number, handler in zip(signals, handlers):
                 signal.signal(number, handler)
 
     def enter(self, rank):
@@ -180,8 +178,7 @@ def run(*command):
 # ---------------------------------------------------------------------------------------- What is measured on two hosts
 
 
-SWEEP_STEPS = 3  # at most, in one round: a sweep only finds a size, and the row with that size is measured as usual
-ACCUMULATION_ROUNDS = 2  # at most
+SWEEP_STEPS = 3  # at most, in one round: a sweep only chooses a size, and the row with that size is measured as usual
 TIMEOUT_S = 600  # of one collective: on a slow link a step takes a minute
 LIMIT_S = 3600  # of one row
 
@@ -199,14 +196,13 @@ def measure(args):
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, TIMEOUT_S, LIMIT_S, hosts.enter) as workers:
         if args.sweep:
-            short = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
-            sweep = every_row.measure_rows(workers, short, SWEPT_FOR_CURVE if is_curve else SWEPT)
+            short_settings = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
+            sweep = every_row.measure_rows(workers, short_settings, SWEPT_FOR_CURVE if is_curve else SWEPT)
             tuned = tuned_row_ids(sweep)
         row_ids = rows_to_measure(args, tuned)
         measured = every_row.measure_rows(workers, settings, row_ids, recorded=() if args.rows else RECORDED)
-        accumulation = accumulation_sheets(workers, measured, tuned, link) if args.accumulation else {}
         n_cores = on_rank_0(workers, count_cores)
-    return measured, report_of(measured, link, sweep, accumulation, n_cores)
+    return measured, report_of(measured, link, sweep, n_cores)
 
 
 def count_cores(rank):
@@ -215,8 +211,8 @@ def count_cores(rank):
 
 def tuned_row_ids(sweep):
     """Return the rows of TUNED with the bucket size that was DDP's fastest in a sweep; [] if the default was that."""
-    of_ddp = [row for row in sweep.rows if row.row_id.base == REFERENCE]
-    fastest = min(of_ddp, key=lambda row: row.median_ms)
+    ddp_rows = [row for row in sweep.rows if row.row_id.base == REFERENCE]
+    fastest = min(ddp_rows, key=lambda row: row.median_ms)
     size = fastest.row_id.bucket_mb
     if size is None or not fastest.rounds_ms:
         return []
@@ -225,11 +221,11 @@ def tuned_row_ids(sweep):
 
 def rows_to_measure(args, tuned):
     """Return the RowIds that --rows asks for. Behind each stands the same row with the `tuned` size of bucket."""
-    always = [*ALWAYS_MEASURED, GRAD_BUFFER, OVERLAP] if args.accumulation else ALWAYS_MEASURED
     if args.rows == "curve":
         asked = CURVE
     elif args.rows:
-        asked = [row_id for row_id in [*ROWS, *VARIANTS] if is_asked(args.rows, row_id.name) or row_id.name in always]
+        asked = [row_id for row_id in [*ROWS, *VARIANTS]
+                 if row_id.name in ALWAYS_MEASURED or is_asked(args.rows, row_id.name)]
     else:
         asked = ROWS
     with_tuned = []
@@ -239,37 +235,13 @@ def rows_to_measure(args, tuned):
     return with_tuned
 
 
-def accumulation_sheets(workers, measured, tuned, link):
-    """Time steps of several micro-batches, all rows in turn. Returns tables, or {} if one of the rows has no times."""
-    ddp = tuned[0] if tuned else RowId(REFERENCE)
-    row_ids = {  # field of links.Accumulated -> row
-        "no_sync_ms": RowId(OVERLAP), "each_ms": RowId(OVERLAP), "compute_ms": RowId(COMPUTE_ONLY), "ddp_ms": ddp,
-        "stage3_ms": RowId(GRAD_BUFFER)}
-    if not all(measured.timed(*row_id) for row_id in row_ids.values()):
-        return {}
-    settings = measured.settings
-    rows = [links.Accumulated(n, **{field: [] for field in row_ids}) for n in (1, 2, 4)]
-    for number in range(min(settings.rounds, ACCUMULATION_ROUNDS)):
-        for row in rows:
-            n = row.micro_batches
-            shorter = settings._replace(steps=max(2, settings.steps // n))
-            for field, row_id in row_ids.items():
-                say(f"round {number + 1}: {n} micro-batches, {row_id.name}")
-                exchanges_each = field == "each_ms"
-                step_ms, _ = on_rank_0(workers, examine.time_steps, shorter, row_id, n, exchanges_each)
-                getattr(row, field).append(step_ms / n)
-    say("")
-    return links.accumulation_sheets(rows, ddp, link)
-
-
-def report_of(measured, link, sweep, accumulation, n_cores):
+def report_of(measured, link, sweep, n_cores):
     """Make the tables of what was measured."""
     sheets = {"rows": every_row.rows_sheet(measured), "link": links.link_sheet(measured, link)}
     if sweep:
         sheets["buckets"] = links.buckets_sheet(sweep, link)
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)
-    sheets |= accumulation
     tuned = links.tuned_ddp(measured, sweep)
     stage4 = measured.timed(OVERLAP)
     if stage4 and measured.timed(COMPUTE_ONLY) and measured.timed(ALL_GATHER):

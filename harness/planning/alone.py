@@ -356,12 +356,6 @@ STATES = [
     State("stage 4 bfloat16/float32", catalogue.OVERLAP_BF16, "2 + 16/d + b"),
     State("stage 4 float32/float32", catalogue.OVERLAP, "4 + 12/d + b"),
 ]
-GATHERED = {"stage 2": catalogue.ALL_GATHER, "stage 3": catalogue.GRAD_BUFFER, "stage 4": catalogue.OVERLAP}
-
-
-def columns_by_ranks(count):
-    """Return {key: column} for each of STATE_RANKS, with `count(row, d=ranks)` in the cells."""
-    return {f"{d}": column(f"d = {d}", functools.partial(count, d=d), "counted", ".2f") for d in STATE_RANKS}
 
 
 def model_state(model):
@@ -375,19 +369,9 @@ def model_state(model):
         "Model state, bytes a parameter, by number of ranks", STATES, {
             "name": name_column("name", "parameters/gradients"),
             "formula": column("formula", "formula", form=TEXT),
-            **columns_by_ranks(bytes_per_param)},
+            **{f"{d}": column(f"d = {d}", functools.partial(bytes_per_param, d=d), "counted", ".2f")
+               for d in STATE_RANKS}},
         ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
-
-
-def gathered(model):
-    """Make the table of elements that a step gathers, padding included, over those that the model has."""
-    def elements_over_numel(name, d):
-        step = record(RowId(GATHERED[name]), MODELS[model], d)
-        n_bytes = sum(event.n_bytes for event in step.events if event.kind == "all_gather")
-        return n_bytes / FP32_BYTES / step.numel
-    return sheet_of(
-        "Elements gathered per step, over the model's", GATHERED,
-        {"name": name_column(str), **columns_by_ranks(elements_over_numel)}, ["What is above 1.00 is padding."])
 
 
 def ladder(model):

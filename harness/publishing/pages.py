@@ -17,7 +17,7 @@ import textwrap
 from typing import NamedTuple
 
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.publishing import pictures, tables
+from harness.publishing import pictures, tables, variants_page
 from harness.publishing.stages import core_lines
 from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
@@ -45,8 +45,8 @@ class Step(NamedTuple):
 STEPS = [
     Step("bench", 5, "bench.json", "bench.py"),
     Step("bench, 16 bits", 1, "bench_bfloat16.json", "bench.py --dtype bfloat16 --rounds 2"),
-    Step("two hosts, 300 Mbit/s: bucket sizes, all rows, accumulation", 20, "network_300mbit.json",
-         f"{TWO_HOSTS} --steps 2 --rate 300mbit --sweep --accumulation"),
+    Step("two hosts, 300 Mbit/s: bucket sizes, all rows", 15, "network_300mbit.json",
+         f"{TWO_HOSTS} --steps 2 --rate 300mbit --sweep"),
     Step("two hosts, 1 Gbit/s: bucket sizes, all rows", 8, "network_1gbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 1gbit --sweep"),
     Step("two hosts, 600 Mbit/s, of the curve", 3, "network_600mbit.json",
@@ -55,8 +55,7 @@ STEPS = [
          f"{TWO_HOSTS} --steps 4 --rate 2.5gbit --rows curve --sweep"),
     Step("variants on two hosts", 5, "network_variants_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --rows variants"),
-    *(Step(f"muon on two hosts, {rate}", 2, f"network_muon_{rate}.json",
-           f"{TWO_HOSTS} --steps 2 --rate {rate} --rows muon") for rate in WHOLE_RATES),
+    Step("muon on two hosts", 2, "network_muon_300mbit.json", f"{TWO_HOSTS} --steps 2 --rate 300mbit --rows muon"),
     Step("hybrid on two hosts, 2 x 2 ranks", 2, "network_hybrid_300mbit.json",
          f"{TWO_HOSTS} --steps 2 --rate 300mbit --ranks-per-host 2 --rows 'stage 4 overlap,hybrid'"),
     Step("small models", 2, "small.json", "-m harness.measuring.overhead"),
@@ -97,29 +96,33 @@ def run(command):
 
 def code(*texts):
     """Return a block of code, with an empty line between the texts."""
-    return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ", lambda line: line.strip())
+    return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ")
 
 
-def block(name, *keys):
+def block(file, *keys):
     """Return tables of a file, as a terminal shows them, with footnotes and without notes."""
-    sheets = load(name).sheets
-    return code(*(tables.sheet_text(dataclasses.replace(sheets[key], notes=[])) for key in keys))
+    sheets = load(file).sheets
+    without_notes = [dataclasses.replace(sheets[key], notes=[]) for key in keys]
+    return code(*map(tables.sheet_text, without_notes))
 
 
 def block_of_links(key):
     """Return the table `key` of each link with all rows."""
-    return "\n\n".join(block(name, key) for name in files_of_links(WHOLE_RATES))
+    return "\n\n".join(block(file, key) for file in files_of_links(WHOLE_RATES))
 
 
 def files_of_links(rates):
     return [f"network_{rate}.json" for rate in rates]
 
 
-def origin(names):
-    """Return a line with machine, torch, commit and date of these reports. A value of all reports stands there once."""
-    of_files = [load(name).made for name in names]
-    machine, torch, commit, day = (" and ".join(dict.fromkeys(values)) for values in zip(*of_files))
-    return code(f"{machine} · torch {torch} · commit {commit} · {day}")
+def origin(files):
+    """Return machine, torch, commit and date of these files, each once."""
+    all_made = [load(file).made for file in files]
+
+    def each_once(field):
+        return " and ".join(dict.fromkeys(getattr(made, field) for made in all_made))
+    return code(f"{each_once('machine')} · torch {each_once('torch')} · commit {each_once('commit')} · "
+                f"{each_once('date')}")
 
 
 def settings():
@@ -176,10 +179,8 @@ BLOCKS = {
     "settings": settings,
     "curve": curve,
     "two_hosts": lambda: block_of_links("link"),
-    "accumulation": lambda: block(SLOWEST_LINK, "accumulation", "shares"),
     "buckets": lambda: block_of_links("buckets"),
     "state": lambda: block(BENCH, "model_state"),
-    "gathered": lambda: block(BENCH, "gathered"),
     "bench": lambda: block(BENCH, "rows"),
     "phases": lambda: block(BENCH, "phases"),
     "bench_16bit": lambda: block("bench_bfloat16.json", "rows"),
@@ -190,6 +191,7 @@ BLOCKS = {
     "plan": lambda: f"{block(PLAN, 'memory', 'time')}\n\n{block(PLAN_70B, 'time')}",
     "plan_check": lambda: block(PLAN, "published"),
     "losses": losses,
+    "variants": variants_page.table,
 }
 
 
@@ -203,7 +205,10 @@ def network():
     """Draw the recorded steps of the slowest link, each with the median of its row in the table."""
     report = load(SLOWEST_LINK)
     rounds_ms = report.sheets["link"].numbers("ms")
-    median_ms = {key.replace(",\n  ", ", "): tables.median(rounds) for key, rounds in rounds_ms.items()}
+    median_ms = {}
+    for label, rounds in rounds_ms.items():
+        name = label.replace(",\n  ", ", ")  # a row's label in a table may have two lines
+        median_ms[name] = tables.median(rounds)
     steps, title = pictures.read_steps(report.drawn)
     return pictures.svg([(f"{name} (median {median_ms[name]:.0f} ms)", step) for name, step in steps], title)
 
@@ -216,8 +221,13 @@ PICTURES = {
     "gpu_overlap.svg": lambda: pictures.svg(*pictures.read_steps(load(GPU_FILE).drawn)),
     "same_bits.svg": lambda: pictures.differences(load("losses.json").drawn["differences"]),
 }
-PICTURES |= {name.replace(".svg", "_dark.svg"): lambda draw=draw: pictures.in_dark(draw())
-             for name, draw in PICTURES.items()}
+
+
+def in_dark(draw):
+    return lambda: pictures.in_dark(draw())
+
+
+PICTURES |= {name.replace(".svg", "_dark.svg"): in_dark(draw) for name, draw in PICTURES.items()}
 # Name of a figure in a sentence of docs/ -> file, table, row, column, and the form of the number.
 CELLS = {
     "held_plain": (BENCH, "phases", "compute only", "step", ".1f"),
@@ -264,26 +274,27 @@ def figures():
 # ------------------------------------------------------------------------------------------------------------ The pages
 
 
-def rewritten(text, made_by_name=BLOCKS):
+def rewritten(text):
     """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
+    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
+    texts = figures() if re.search(figure_in_prose, text) else {}
+
     def block_anew(mark):
         name = mark[1]
-        return f"<!-- report: {name} -->\n\n{made_by_name[name]()}\n\n<!-- end -->"
+        return f"<!-- report: {name} -->\n\n{BLOCKS[name]()}\n\n<!-- end -->"
 
     def figure_anew(mark):
         name = mark[1]
         return f"<!--{name}-->{texts[name]}<!--end-->"
 
     text = re.sub(r"<!-- report: (\w+) -->\n.*?<!-- end -->", block_anew, text, flags=re.DOTALL)
-    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
-    texts = figures() if re.search(figure_in_prose, text) else {}
     return re.sub(figure_in_prose, figure_anew, text)
 
 
 def marked_pages():
-    """Return the pages that have blocks; variants/README.md has blocks of its own: python -m variants --page."""
-    docs = [tables.ROOT / "docs" / f"{name}.md" for name in ("plan", "questions", "migrate")]
-    return [tables.ROOT / "README.md", *docs, *sorted((tables.ROOT / "results").glob("*.md"))]
+    """Return the pages that have blocks or figures."""
+    names = ["README.md", "docs/plan.md", "docs/questions.md", "docs/migrate.md", "variants/README.md"]
+    return [*(tables.ROOT / name for name in names), *sorted((tables.ROOT / "results").glob("*.md"))]
 
 
 def rewrite():
@@ -318,7 +329,6 @@ def main():
     rewrite()
     if args.measure:
         run(["-m", "show", "--pages"])
-        run(["-m", "variants", "--page"])
 
 
 if __name__ == "__main__":

@@ -73,11 +73,14 @@ class Sheet:
     notes: list[str] = field(default_factory=list)
     footnotes: list[str] = field(default_factory=list)
 
+    def cells(self, key):
+        """Return {key of the row: cell} of a column."""
+        place = [column.key for column in self.columns].index(key)
+        return {row_key: row[place] for row_key, row in zip(self.row_keys, self.rows)}
+
     def numbers(self, key):
         """Return {key of the row: cell} of a column; of a Marked cell the number."""
-        place = [column.key for column in self.columns].index(key)
-        cells = {row_key: row[place] for row_key, row in zip(self.row_keys, self.rows)}
-        return {row_key: cell.value if isinstance(cell, Marked) else cell for row_key, cell in cells.items()}
+        return {row_key: cell.value if isinstance(cell, Marked) else cell for row_key, cell in self.cells(key).items()}
 
 
 class ColumnToFill(NamedTuple):

@@ -72,9 +72,8 @@ def parse(parser, arguments=None):
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help=f"save there, also on Ctrl-C or a signal (exit code {PREEMPTED}); go on "
-        "from there")
+        "from there; the three newest saves stay")
     add("--save-every", type=COUNT, metavar="N", help="steps between two saves (default 100)")
-    add("--keep", type=number(int, 0, 10**6), metavar="N", help="how many of the newest saves stay; 0: all (default 3)")
     add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
         "(default %(default)s)")
     add("--data", type=Path, metavar="FILE", help="text to train on (default: the source of Python's standard library)")
@@ -88,12 +87,10 @@ def parse(parser, arguments=None):
                      f"most {model.block_size}")
     if args.checkpoint == "":
         parser.error("argument --checkpoint: it names no folder")
-    if args.checkpoint is None and (args.save_every is not None or args.keep is not None):
-        parser.error("arguments --save-every and --keep: there is no --checkpoint DIR to save in")
+    if args.checkpoint is None and args.save_every is not None:
+        parser.error("argument --save-every: there is no --checkpoint DIR to save in")
     if args.save_every is None:
         args.save_every = 100
-    if args.keep is None:
-        args.keep = 3
     if args.lr is None:
         args.lr = model.lr
     return args

@@ -165,6 +165,9 @@ class Run:
 # ------------------------------------------------------------------------------------------------------ Its checkpoints
 
 
+N_KEPT = 3  # of the newest checkpoints
+
+
 def checkpoints_in(folder):
     """Return the paths of a run's checkpoints, the newest first. Folders of other names are not the run's."""
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8), reverse=True)
@@ -248,8 +251,8 @@ class Checkpoints:
 
     def _save(self, path, n_done):
         checkpoint.save(path, self.model, self.optimizer, {"step": n_done})
-        if self.args.keep and is_rank_0():
-            old_paths = checkpoints_in(self.folder)[self.args.keep :]
+        if is_rank_0():
+            old_paths = checkpoints_in(self.folder)[N_KEPT:]
             unfinished_paths = self.folder.glob("step-*.partial")  # of saves that were killed
             for path_to_remove in [*old_paths, *unfinished_paths]:
                 shutil.rmtree(path_to_remove, ignore_errors=True)

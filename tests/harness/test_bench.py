@@ -46,7 +46,7 @@ def report(tmp_path_factory):
 
 def test_every_row_is_right_and_timed_in_each_round(report):
     """What a row sends and holds is a promise of test_rows.py."""
-    assert set(report.sheets) == {"rows", "phases", "model_state", "gathered", "ladder", "host"}
+    assert set(report.sheets) == {"rows", "phases", "model_state", "ladder", "host"}
     assert "2 round(s) of 1 steps" in report.conditions
     assert report.made.commit.rstrip("+") == tables.commit().rstrip("+")
     sheet = report.sheets["rows"]

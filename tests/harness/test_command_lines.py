@@ -82,7 +82,7 @@ OPTIONS = {  # program -> its main, and what is wrong: options, and words of the
         (["--clip", "nan"], "--clip"),
         (["--sequence-length", "100000"], "--sequence-length: 100000 is too long, model tiny takes at most 256"),
         (["--checkpoint", ""], "--checkpoint: it names no folder"),
-        (["--keep", "2"], "--save-every and --keep: there is no --checkpoint DIR to save in")]),
+        (["--save-every", "2"], "--save-every: there is no --checkpoint DIR to save in")]),
     "bench.py": (bench.main, [
         (["--ranks", "0"], "--ranks: must be a whole number from 1 to 1e+06, not 0"), (["--model", "huge"], "huge"),
         (["--rows", "stage 9"], "stage 9"), (["--json", ""], "--json .: Is a directory"),

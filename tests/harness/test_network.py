@@ -174,22 +174,9 @@ def test_a_tuned_size_is_measured_behind_the_default():
     swept = rows_of((RowId("ddp"), (3, 3)), (RowId("ddp", 2), (1, 1)), (RowId("ddp", 4), (2, 2)))
     tuned = two_hosts.tuned_row_ids(swept)
     assert tuned == [RowId("ddp", 2), RowId("ddp + torch ZeRO", 2)]
-    listed = two_hosts.rows_to_measure(argparse.Namespace(rows="ddp", accumulation=False), tuned)
+    listed = two_hosts.rows_to_measure(argparse.Namespace(rows="ddp"), tuned)
     assert listed[listed.index(RowId("ddp")) + 1] == tuned[0]
     assert two_hosts.tuned_row_ids(rows_of((RowId("ddp"), (1, 1)), (RowId("ddp", 2), (3, 3)))) == []
-
-
-def test_accumulation_marks_noise_and_says_what_communication_takes():
-    """With one micro-batch both ways do the same, yet are up to 4 % apart: then 1.03 is noise, and 1.05 isn't."""
-    rows = [links.Accumulated(1, [100] * 3, [96, 100, 101], [20], [80], [100]),
-            links.Accumulated(2, [100] * 3, [106, 105, 105], [20], [32], [50]),
-            links.Accumulated(4, [100] * 3, [103, 103, 103], [20], [25], [40])]
-    sheets = links.accumulation_sheets(rows, RowId("ddp", 2), LINK)
-    assert [row[-1] for row in texts_of(sheets["accumulation"])] == ["1.00~", "1.05", "1.03~"]
-    assert "up to 4% apart" in sheets["accumulation"].footnotes[-1]
-    assert [row[1:] for row in texts_of(sheets["shares"])] == [
-        ["20", "75%", "80%", "80%"], ["20", "38%", "60%", "80%"], ["20", "20%", "50%", "80%"]]
-    assert two_hosts.accumulation_sheets(None, MEASURED, [], LINK) == {}  # stage 3 has no row
 
 
 def test_a_sweep_is_drawn_by_size():

@@ -1,6 +1,7 @@
 """The rows of the bench: right to the bit, with bytes by formula. And the exchange that replaces gloo's collectives."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from harness.measuring import examine
 from harness.measuring.examine import Settings, adamw, make_batches, make_model
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
+from harness.publishing.variants_page import WORDS
 from harness.ranks import exchange
 from harness.training import rows
+from harness.training.models import GPT, MODELS
 from harness.training.rows import ONE_PARAMETER, RowId
 from stage4_overlap import optimizer
+from stage4_overlap.transport import GlooTransport, Transport
 from tests.common import on_ranks, one_rank_of
+from variants import muon
+from variants.muon_rows import MUON
 
 SETTINGS = Settings("nano", 2, 16, 1, 1)
 OF_DEFAULT_SIZE = [RowId(row.name) for row in (*rows.ROWS, *rows.HALVES) if row.kind != "noise"]
@@ -76,20 +82,23 @@ def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(ran
     assert (gradients_after == 0) == leaves_late
 
 
-@on_ranks(2, name=["ddp", "stage 3 grad buffer", "stage 4 overlap"])
-def test_in_no_sync_micro_batches_share_an_exchange(rank, name):
-    """Stage 3 exchanges in `step`, so once in any case. DDP and stage 4 exchange four times without no_sync."""
-    def sent_bytes(exchanges_each):
-        with Ledger() as ledger:
-            examine.time_steps(rank, SETTINGS, RowId(name), 4, exchanges_each)
-        return sum(entry.wire_bytes for entry in ledger.entries
-                   if entry.kind in ("all_reduce", "reduce_scatter", "send"))
-    once = sent_bytes(exchanges_each=False)
-    each = sent_bytes(exchanges_each=True)
-    if name == "stage 3 grad buffer":
-        assert each == once > 0
-    else:
-        assert each > 2 * once > 0
+@pytest.mark.parametrize("name", WORDS)
+def test_a_variant_sends_and_holds_what_its_formula_says(name):
+    """Count the second step of rank 0 of 8. Formulas leave out the agreement of ranks, counts of steps, and padding."""
+    configuration = rows.find(name)
+    equal_parts = mock.patch.dict(muon.UNEVEN, {Transport: GlooTransport})  # the fake group can gather no others
+    no_rounds = mock.patch.dict(MUON, ns_steps=0)  # of Newton–Schulz: they take minutes where a CPU has no bf16
+    with one_rank_of(8), equal_parts, no_rounds, Memory() as memory:
+        model = GPT(MODELS["tiny"]).to(getattr(torch, configuration.dtype))
+        training = configuration.build(model, adamw(SETTINGS))
+        for _ in range(2):
+            with Ledger() as ledger:
+                training.step(torch.zeros(2, 1, 8, dtype=torch.int64))
+                training.finish()
+        numel = sum(param.numel() for param in model.parameters())
+        held_by_formula = configuration.bytes_per_param(numel, 8, training.optimizer)
+        assert ledger.wire_bytes == pytest.approx(configuration.wire_bytes(numel, 8), rel=0.005)
+        assert memory.settle() / numel == pytest.approx(held_by_formula, rel=0.005)
 
 
 @pytest.mark.parametrize("model_mb, cap_mb", [(1, 1), (20, 1), (40, 2), (400, 20), (500, 25), (5000, 25)])

@@ -61,6 +61,7 @@ class Counting(torch.optim.AdamW):
 def test_a_state_of_no_parameter_is_saved_and_loaded(rank, stage):
     """Take a step with a Chained, load the state into another Chained, and take a second step with that one."""
     model = Net(0)
+    state_dict = {}
     for n_steps in (1, 2):
         matrices, rest = two_groups(model)
         chain = Chained(optimizer_of(stage)([matrices], torch.optim.SGD, **SGD, **UNFUSED),

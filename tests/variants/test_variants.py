@@ -1,4 +1,4 @@
-"""The variants: each equals replicated training, sends and holds what its formula says, and takes the guard.
+"""The variants: each equals replicated training, and takes the guard. What each sends and holds: harness/test_rows.py.
 
 The contract of stages runs over each of them: `pytest tests/stages/test_contract.py --stage variants.finite`.
 """
@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import checkpoint
 from harness import STAGE_4
 from harness.measuring.ledger import Ledger
-from harness.publishing.pages import rewritten
 from harness.publishing.stages import code_lines
+from harness.publishing.variants_page import WORDS
 from tests.common import error_of, mesh_of, on_ranks, one_rank_of, optimizer_of
 from tests.pairs import SMALL, parameter_of, sgd_of
 from tests.ranks import ROOT
@@ -27,7 +27,6 @@ from tests.stages.test_cores import core_of
 from tests.stages.test_probe import CountsCalls
 from tests.variants import on_pairs
 from variants import hybrid
-from variants.__main__ import BLOCKS, ROWS, counted
 
 FILES = sorted(path for path in (ROOT / "variants").glob("[a-z]*.py") if path.stem != "muon_rows")
 # With fp32 parameters and AdamW each of these is replicated training, to the bit where sums allow it.
@@ -42,6 +41,11 @@ def test_most_variants_have_35_lines_and_each_says_what_it_costs():
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         for part in ("Situation: ", "Called elsewhere: ", "Wire", "emory", "Costs: "):  # emory: of Memory, or memory
             assert part in docstring or path.stem == "by_bucket"  # the base of three variants
+
+
+def test_the_page_has_a_row_of_every_variant():
+    of_page = {name for name in WORDS if name.startswith("variants")}
+    assert of_page == {f"variants {path.stem}" for path in FILES} - {"variants by_bucket"}
 
 
 # ------------------------------------------------------------------------------------------------------------ equality
@@ -218,25 +222,6 @@ def test_hybrid_saves_on_the_ranks_of_one_group(rank, tmp_path):
     param.data.zero_()
     checkpoint.load(folder, model, optimizer)
     assert param.eq(3).all()
-
-
-# -------------------------------------------------------------------------------------------------------------- bytes
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_variant_sends_and_holds_what_its_formula_says(name):
-    """A count may be 1 % off, because formulas leave out the agreement of ranks, counts of steps, and padding."""
-    bytes_per_param = counted(name, 8)
-    assert bytes_per_param.sent == pytest.approx(bytes_per_param.sent_theory, rel=0.01)
-    assert bytes_per_param.held == pytest.approx(bytes_per_param.held_theory, rel=0.01)
-
-
-def test_the_page_has_a_row_of_every_variant_as_the_command_prints_it():
-    """The command runs rows of the bench, so the bench has these rows, too."""
-    of_page = {name for name in ROWS if name.startswith("variants")}
-    page = (ROOT / "variants" / "README.md").read_text()
-    assert of_page == {f"variants {path.stem}" for path in FILES} - {"variants by_bucket"}
-    assert rewritten(page, BLOCKS) == page and BLOCKS["table"]() in page
 
 
 # --------------------------------------------------------------------------------------------------------------- muon
