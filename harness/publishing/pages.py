@@ -17,8 +17,8 @@ import textwrap
 from typing import NamedTuple
 
 from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
-from harness.publishing import pictures, tables, variants_page
-from harness.publishing.stages import core_lines
+from harness.publishing import pictures, tables
+from harness.publishing.stages import code_lines, core_lines
 from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
 
@@ -172,6 +172,63 @@ def losses():
     return tables.markdown(dataclasses.replace(sheet, notes=[*sheet.notes, made_line]))
 
 
+# ------------------------------------------------------------------------------------------------ The table of variants
+
+
+STAGE_3_ROW = "stage 3 grad buffer"
+TAKE_IT_WHEN = {  # name of a row of the bench -> when to take that variant
+    STAGE_3_ROW: "the base of the next row",
+    "variants per_parameter": "few, large parameters",
+    "stage 4 overlap": "the base of all that follow",
+    "variants muon": "Muon, SOAP, Shampoo",
+    "variants hybrid": "slow links between nodes, or latency decides",
+    "variants wire16": "the link decides",
+    "variants moments16": "the state decides, beta2 ≤ 0.99",
+    "variants same_bits": "the bits must not depend on the number of ranks",
+    "variants finite": "which rank has the nan?",
+    "variants blocks": "8-bit states",
+    "variants offload": "the GPU's memory decides",
+    "stage 4 overlap bf16": "the base of the next row",
+    "variants remainder16": "bf16, and no fp32 copies",
+}
+
+
+def variants():
+    """Return the table of variants/README.md: how long each variant is, what it sends, holds and takes."""
+    def short_name(row_name):
+        return row_name.removeprefix("variants ")
+
+    def lines_of(row_name):
+        """Count the code lines of a variant's file, or of the core of a stage."""
+        path = tables.ROOT / "variants" / f"{short_name(row_name)}.py"
+        if path.exists():
+            return len(code_lines(path))
+        return core_lines(tables.ROOT / (STAGE_3 if row_name == STAGE_3_ROW else STAGE_4))
+
+    def sheet_with(row_name, key):
+        """Return the table `key` of two hosts that has a row: muon and hybrid were measured in runs of their own."""
+        has_own_run = row_name in ("variants muon", "variants hybrid")
+        kind = short_name(row_name) if has_own_run else "variants"
+        return load(f"network_{kind}_300mbit.json").sheets[key]
+
+    def cell_of(key, column_key):
+        return lambda row_name: sheet_with(row_name, key).cells(column_key)[row_name]
+
+    sheet = tables.sheet_of("", TAKE_IT_WHEN, {
+        "idea": name_column(short_name, "idea"),
+        "lines": column("lines", lines_of, "counted"),
+        "sent": column("sent", cell_of("rows", "sent"), "counted", ".1f"),
+        "held": column("held", cell_of("rows", "bytes"), "counted", ".2f"),
+        "time": column("time, 300 Mbit/s", cell_of("times", "time"), "measured"),
+        "when": name_column(TAKE_IT_WHEN.get, "take it when")})
+    explained = [footnote for row_name in TAKE_IT_WHEN for footnote in sheet_with(row_name, "rows").footnotes
+                 if not footnote.startswith("~")]  # ~ is a mark of times
+    return tables.markdown(dataclasses.replace(sheet, footnotes=list(dict.fromkeys(explained))))
+
+
+# ---------------------------------------------------------------------------------------- All blocks, pictures, figures
+
+
 BLOCKS = {
     "ladder": ladder,
     "made": lambda: origin([step.file for step in STEPS]),
@@ -191,7 +248,7 @@ BLOCKS = {
     "plan": lambda: f"{block(PLAN, 'memory', 'time')}\n\n{block(PLAN_70B, 'time')}",
     "plan_check": lambda: block(PLAN, "published"),
     "losses": losses,
-    "variants": variants_page.table,
+    "variants": variants,
 }
 
 

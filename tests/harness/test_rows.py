@@ -12,7 +12,7 @@ from harness.measuring import examine
 from harness.measuring.examine import Settings, adamw, make_batches, make_model
 from harness.measuring.ledger import Ledger
 from harness.measuring.memory import Memory
-from harness.publishing.variants_page import WORDS
+from harness.publishing.pages import TAKE_IT_WHEN
 from harness.ranks import exchange
 from harness.training import rows
 from harness.training.models import GPT, MODELS
@@ -82,7 +82,7 @@ def test_gradients_leave_late_and_parameters_come_late_where_the_row_says_so(ran
     assert (gradients_after == 0) == leaves_late
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", TAKE_IT_WHEN)
 def test_a_variant_sends_and_holds_what_its_formula_says(name):
     """Count the second step of rank 0 of 8. Formulas leave out the agreement of ranks, counts of steps, and padding."""
     configuration = rows.find(name)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import checkpoint
 from harness import STAGE_4
 from harness.measuring.ledger import Ledger
+from harness.publishing.pages import TAKE_IT_WHEN
 from harness.publishing.stages import code_lines
-from harness.publishing.variants_page import WORDS
 from tests.common import error_of, mesh_of, on_ranks, one_rank_of, optimizer_of
 from tests.pairs import SMALL, parameter_of, sgd_of
 from tests.ranks import ROOT
@@ -44,7 +44,7 @@ def test_most_variants_have_35_lines_and_each_says_what_it_costs():
 
 
 def test_the_page_has_a_row_of_every_variant():
-    of_page = {name for name in WORDS if name.startswith("variants")}
+    of_page = {name for name in TAKE_IT_WHEN if name.startswith("variants")}
     assert of_page == {f"variants {path.stem}" for path in FILES} - {"variants by_bucket"}
 
 
