@@ -9,6 +9,11 @@ each level asks for, and exercises.
 Exit code: 0; 1 when a check fails, or none could be made; 2 when there is nothing to grade.
 """
 
+# --help prints the docstring above. Its words: level 1 checks one step by numbers that are computed by hand, that
+# several ranks (processes) train like one process, that each of d ranks holds 1/d of the optimizer's state, and how
+# many bytes a rank sends. A drill is a copy of a stage with a fault, which `make exercise STAGE=drill1` writes, and
+# which a learner mends. For a drill the grader prints that the fault is gone, or a hint.
+
 import contextlib
 import functools
 import os
@@ -21,13 +26,13 @@ from harness import STAGES
 from harness.ranks import command_line
 from harness.ranks.forkserver import start_forkserver
 
-fail = functools.partial(command_line.fail, "grade")
+fail = functools.partial(command_line.fail, "grade")  # fail(message) prints a line, and ends the program: exit code 2
 
 
 def package_of(stage):
-    """Return the name of a package or module, for the learner's STAGE: a number, a name or a path.
+    """Return the name of the package or module that the learner means by STAGE: a number, a name or a path.
 
-    Nothing of the package is run.
+    Call `fail` if no such package exists. The package is not imported, because its code may end this process.
     """
     if stage.isdecimal():
         for name in STAGES:
@@ -42,7 +47,11 @@ def package_of(stage):
 
 
 def files_of(package, folder=""):
-    """Return the Python files of a package or module in a folder; of a module in a package also those beside it."""
+    """Return the Python files whose change changes `package`, which lies in `folder`; [] if `package` doesn't exist.
+
+    A package has all files below its folder. For a module that lies in a package, these are all files of its folder,
+    because the module may import the others. For any other module it is the module's own file.
+    """
     path = Path(folder, *package.split("."))
     if path.is_dir():
         return sorted(path.rglob("*.py"))
@@ -53,26 +62,29 @@ def files_of(package, folder=""):
 
 
 def when_saved(package):
-    """Return {file of a package: when it was saved}; None while an editor replaces a file."""
+    """Return {file of a package: time of its last save}. Return None if a file vanishes: an editor is replacing it."""
     with contextlib.suppress(OSError):
         return {file: file.stat().st_mtime_ns for file in files_of(package)}
 
 
 def watch(package, args):
     """Grade at each save, on ranks that were started before the save. Ctrl-C ends this."""
-    from grade import grader, report
+    from grade import report
+    from grade.grader import Grader
 
-    graded = None  # what when_saved() has returned for the files that were graded last
+    graded = None  # what when_saved() has returned for the files that were graded last; None: nothing was graded yet
     while True:
-        ranks = grader.Grader(package)
-        ranks.start()
-        while (saved := when_saved(package)) in (None, graded):
+        grader = Grader(package)
+        grader.start()
+        saved = when_saved(package)
+        while saved in (None, graded):  # an editor is replacing a file, or nothing was saved since the last verdict
             time.sleep(0.1)
+            saved = when_saved(package)
         graded = saved
         begin = time.monotonic()
-        report.grade(ranks, args)
+        report.grade(grader, args)
         print(f"{time.monotonic() - begin:.1f} s; the next save is graded, too. Ctrl-C ends this.", flush=True)
-        ranks.close()
+        grader.close()
 
 
 def main():
@@ -83,6 +95,7 @@ def main():
     add("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
     add("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
     add("--watch", action="store_true", help="grade again at each save")
+    # 1 prints a user's report of the drill's fault, 2 also the check that fails, 3 also the state to look at.
     add("--hint", type=int, choices=[1, 2, 3], default=1,
         help="of a drill: the report, the check, the state (default 1)")
     add("--answer", action="store_true", help="of a drill: what it was, and where")
@@ -95,19 +108,21 @@ def main():
         print(exercises.answer(number))
         return 0
     print(f"Grading {package}: torch is loaded first, which takes seconds", flush=True)
-    # It loads torch for the ranks, while this process loads torch for itself.
+    # The fork server is a process that loads torch and forks the ranks. It does so while this process loads torch.
     start_forkserver(("torch._dynamo", "grade.on_ranks"))
     if args.watch:
         return watch(package, args)
-    from grade import grader, report
+    from grade import report
+    from grade.grader import Grader
 
-    ranks = grader.Grader(package)
+    grader = Grader(package)
     try:
-        return 1 if report.grade(ranks, args) is False else 0
+        # report.grade returns None where level 1 has passed, and the class doesn't claim level 2: that is no failure.
+        return 1 if report.grade(grader, args) is False else 0
     finally:
-        ranks.close()
+        grader.close()
 
 
 if __name__ == "__main__":
-    command_line.begin()
+    command_line.begin()  # from here on, Ctrl-C ends the program with one word in place of a traceback
     sys.exit(main())

@@ -1,4 +1,11 @@
-"""Grades exercise 0, a ring of sends and receives, by few values and by the bytes that the ledger counts."""
+"""Grades exercise 0: a learner writes reduce_scatter and all_gather as a ring, from sends and receives.
+
+Each rank calls both functions with a few values. `works` checks what the functions return, and `sends` which messages
+a rank has sent. The ledger of a rank records the messages: it is a list of entries, with a kind and bytes each.
+
+In both checks, grader.run(d, call) returns what call(candidate) returns on each of d ranks, in a list. And
+require(is_right, expected, came, cause) raises the verdict with these three texts unless `is_right`.
+"""
 
 import sys
 from typing import NamedTuple
@@ -8,39 +15,44 @@ import torch
 from grade.grader import require
 from grade.levels import Check
 
-N = 8  # elements of a part
+N = 8  # elements of a part; d parts are the whole, on d ranks
 HINT = "the table of chapter 3: in turn k rank r sends part r - 1 - k, and adds its own to part r - 2 - k"
 
 
 class Call(NamedTuple):
-    """Says what a call of a learner's function has done on a rank."""
-    due: torch.Tensor  # what it should return
-    came: torch.Tensor
-    sent: list  # (kind, bytes) of each message that the rank has sent
+    """Says what one call of a learner's function has done on one rank."""
+    expected: torch.Tensor  # what the function should return
+    returned: torch.Tensor  # what it has returned
+    sent: list  # (kind, bytes) of each message that the rank has sent during the call
 
 
 def call(candidate):
-    """Call both functions; return {name: Call}. On rank r part p holds 10^r · (p + 1), and a part to gather r + 1."""
+    """Call reduce_scatter and all_gather on a rank; return {name of the function: Call}.
+
+    candidate: what grader.run passes on each rank: the rank's number, its ledger's entries, the learner's package. On
+    rank r, part p of reduce_scatter's argument holds 10^r · (p + 1), and all_gather's argument, a part, holds r + 1.
+    """
     d = torch.distributed.get_world_size()
-    parts = torch.arange(1.0, d + 1)[:, None].expand(d, N).contiguous()
+    parts = torch.arange(1.0, d + 1)[:, None].expand(d, N).contiguous()  # (d, N): each element of part p is p + 1
     arguments = {"reduce_scatter": 10.0**candidate.rank * parts, "all_gather": parts[candidate.rank].clone()}
-    dues = {"reduce_scatter": parts[candidate.rank] * sum(10.0**rank for rank in range(d)), "all_gather": parts}
+    right = {"reduce_scatter": parts[candidate.rank] * sum(10.0**rank for rank in range(d)), "all_gather": parts}
     calls = {}
     for name, argument in arguments.items():
-        n_before = len(candidate.entries)
-        came = getattr(sys.modules[candidate.package], name)(argument).clone()
+        n_before = len(candidate.entries)  # the ledger appends an entry for each message of the call below
+        learners_function = getattr(sys.modules[candidate.package], name)
+        returned = learners_function(argument).clone()
         sent = [(entry.kind, entry.size) for entry in candidate.entries[n_before:] if entry.kind != "recv"]
-        calls[name] = Call(dues[name], came, sent)
+        calls[name] = Call(right[name], returned, sent)
     return calls
 
 
 def works(grader, d):
     """Check the tensors that both functions return on d ranks."""
     for rank, calls in enumerate(grader.run(d, call, cause_of_error=HINT)):
-        for name, (due, came, _) in calls.items():
-            require(came.shape == due.shape and torch.equal(came, due),
-                    f"{name} gives rank {rank} {tuple(due.shape)}: {firsts(due)}",
-                    f"{tuple(came.shape)}: {firsts(came)}", HINT)
+        for name, (expected, returned, _) in calls.items():
+            require(returned.shape == expected.shape and torch.equal(returned, expected),
+                    f"{name} gives rank {rank} {tuple(expected.shape)}: {firsts(expected)}",
+                    f"{tuple(returned.shape)}: {firsts(returned)}", HINT)
 
 
 def firsts(values):
@@ -49,11 +61,16 @@ def firsts(values):
 
 
 def sends(grader):
-    """Check that both functions send (d-1)/d of the whole, in d - 1 messages, on 4 ranks."""
+    """Check that in both functions rank 0 of 4 sends (d-1)/d of the whole, in d - 1 messages.
+
+    Return lines, which the grader prints when the check has passed.
+    """
     d = 4
-    n_bytes = 4 * N  # of a part
+    n_bytes = 4 * N  # of a part, whose elements take 4 bytes
     lines = []
-    for name, (_, _, sent) in grader.run(d, call, cause_of_error=HINT)[0].items():
+    calls_of_rank_0 = grader.run(d, call, cause_of_error=HINT)[0]
+    for name, learners_call in calls_of_rank_0.items():
+        sent = learners_call.sent
         share = f"{sum(size for _, size in sent)} of {n_bytes * d}"
         kinds = ", ".join(sorted({kind for kind, _ in sent}))
         require(sent == [("send", n_bytes)] * (d - 1), f"{name} sends {d - 1} parts of {n_bytes} bytes on {d} ranks",
@@ -62,5 +79,5 @@ def sends(grader):
     return lines
 
 
-LEVEL = "Exercise 0: A ring", [  # title, checks
+LEVEL = "Exercise 0: A ring", [  # (title, Checks); a Check has a name, and calls a function with the grader and d
     *[Check(f"both by hand, {d} ranks", works, d=d) for d in (2, 3, 4)], Check("what a rank sends", sends)]

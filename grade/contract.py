@@ -1,4 +1,8 @@
-"""Level 3: the tests of tests/stages/test_contract.py, called on ranks as they are."""
+"""Makes level 3 of the grader: it runs the tests of tests/stages/test_contract.py, unchanged, on a learner's package.
+
+Pytest runs such a test on several processes, the ranks, and passes the name of the package to test as `stage`. Here
+the Grader, which keeps ranks of its own, calls the test on them, with the learner's package as `stage`.
+"""
 
 import importlib
 import inspect
@@ -9,23 +13,29 @@ from grade.grader import Failed, Wrong
 from grade.levels import Check
 
 CONTRACT = "tests.stages.test_contract"
-# Level 1 counts the state, and allows uneven shares. `make test` holds which parameters are refused, by which error.
-LEFT_OUT = {"test_state_is_sharded", "test_refuses_before_anything_changes"}
+LEFT_OUT = {
+    # Level 1 counts the state already, and allows ranks to have unequal shares, which this test forbids.
+    "test_state_is_sharded",
+    # It demands a certain error for each parameter that our stages refuse; a learner's package may accept them.
+    "test_refuses_before_anything_changes"}
 
 
 def level():
-    """Return (title, checks) as in LEVELS. A check is a test that takes a stage and no other argument of pytest.
+    """Return (title, list of Checks) of level 3. A Check calls a function with settings, here `holds` with a test.
 
-    Tests that run on ranks have `situations`, by tests/common.py.
+    Each test of the contract becomes a Check, if it runs on ranks and needs no argument that pytest alone can give.
     """
     checks = []
     for name, test in vars(importlib.import_module(CONTRACT)).items():
+        # A test that runs on ranks has the attribute `situations`, by its decorator on_ranks in tests/common.py.
         if hasattr(test, "situations") and name not in LEFT_OUT:
-            # {name of a mark of pytest: its arguments}; those of parametrize are a parameter's name and its values.
             marks = {mark.name: mark.args for mark in getattr(test, "pytestmark", [])}
-            parameter, world_sizes = marks.get("parametrize", ("world_size", (2, 3)))
-            if "any_size" in marks:
+            # The mark parametrize names a parameter of the test and its values. A test without it has 2 and 3 ranks.
+            default = "world_size", (2, 3)
+            parameter, world_sizes = marks.get("parametrize", default)
+            if "any_size" in marks:  # the mark of a test that holds on any number of ranks
                 world_sizes = 1, 2, 3, 4
+            # Where the mark names another parameter than world_size, pytest alone can give its values.
             if parameter == "world_size" and "stage" in inspect.signature(test).parameters:
                 checks.append(Check(name.removeprefix("test_").replace("_", " "), holds, name=name, test=test,
                                     world_sizes=world_sizes))
@@ -33,11 +43,16 @@ def level():
 
 
 def holds(grader, name, test, world_sizes):
-    """Run a test on as many ranks as each of `world_sizes`. Its error becomes a Wrong with the test's docstring."""
+    """Run the test `name` on the ranks of `grader`, once for each number of ranks in `world_sizes`.
+
+    If it fails, raise Wrong, a verdict of three texts: what was expected, what came of it, and the likely cause. Here
+    the first line of the test's docstring says what was expected.
+    """
     for world_size in world_sizes:
         try:
+            # Each rank imports the file of the contract, and calls the test.
             grader.run(world_size, on_ranks.plays, CONTRACT, name)
-        except Failed as failed:
+        except Failed as failed:  # an exception, a death or a hang on a rank, which failed.came describes
             promise = (inspect.getdoc(test) or "no exception").splitlines()[0]
             expected = textwrap.shorten(promise, 98, placeholder=" …")  # a line of the verdict has 118 characters
             more = f'make test ARGS="{CONTRACT.replace(".", "/")}.py --stage {grader.package} -k {name}" shows more'

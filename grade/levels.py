@@ -1,8 +1,17 @@
-"""Grades the optimizer of a package by checks: trains with it on ranks, and compares what they see with what is due.
+"""Holds the checks of levels 1 and 2, which grade the sharded optimizer of a learner's package.
 
-A level is a list of checks. The function of a check returns lines to print, or None. It raises Wrong where the package
-fails, with the likely cause: a line in words. `by_hand` knows the right values from arithmetic; `trains` trains one
-process that has all batches.
+A level is a title and a list of Checks. The function of a Check trains with the package's optimizer on d processes, the
+ranks, and compares what was recorded there with the right values. `by_hand` computes the right values by arithmetic,
+and `trains` takes them from one process that has the batches of all ranks. The function returns lines to print, or
+None. If the package fails it raises a verdict, Wrong, with three texts: what was expected, what came of it, and the
+likely cause. require(condition, expected, came, cause) does so unless the condition holds. Failed is the Wrong of an
+exception, a death or a hang on a rank.
+
+Words. A Run (grade/runs.py) or ByHand (grade/by_hand.py) describes a training run; `settings` are fields of theirs,
+which have comments there. A Seen (grade/runs.py) is what was recorded on one rank in a run; its snapshots hold all
+parameters of the model after the constructor and after each step. The ledger lists the collectives that a rank begins.
+The class that is graded is whole if it is a DistributedOptimizer; a core is a ShardedOptimizer, which lacks no_sync(),
+clipping and saving. The inner optimizer is torch's, which the class builds for the parameters that a rank owns.
 """
 
 import functools
@@ -17,7 +26,7 @@ from grade.compare import check_norm, check_params, difference
 from grade.grader import Failed, require
 from grade.runs import LR, OTHER_SEED, Run, counted, flat_copy, play
 
-# Causes.
+# Likely causes, as a learner is told of them: each names a mistake, or the rule that the package seems to break.
 EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
 LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
 UNUSED = "where a rank has no gradient in a step it sends zeros, and none of an earlier step; divide by all d"
@@ -29,19 +38,21 @@ PLACES = "process_group may have some of all ranks: src is group_src then, and d
 MAIN_COPIES = "fp32 copies of 16-bit parameters belong to state_dict(): made anew from the model they are rounded"
 
 N_LAYERS = 8
-WIDTH = 64  # of a layer
+WIDTH = 64  # a layer's number of inputs, and of outputs
 EIGHT_LAYERS = Run(optimizer="AdamW", steps=2, sizes=(WIDTH,) * (N_LAYERS + 1), counts_memory=True)
-LARGEST_NUMEL = WIDTH * WIDTH  # of a layer's weight
-NUMEL = N_LAYERS * (LARGEST_NUMEL + WIDTH)  # of EIGHT_LAYERS, with the biases; written Ψ in texts
-USED_BY_NONE = slice(6, 12)  # the elements of this parameter in a Run with `unused`
-MAX_SENT_PADDING = 0.2  # of the bytes that are sent without padding
-MAX_GROWTH = 0.01  # bytes per parameter and step
+LARGEST_NUMEL = WIDTH * WIDTH  # elements of a layer's weight, the largest parameter of EIGHT_LAYERS
+NUMEL = N_LAYERS * (LARGEST_NUMEL + WIDTH)  # elements of all weights and biases of EIGHT_LAYERS; Ψ in texts
+# In a Run with `unused`, elements 0-5 of a snapshot are a parameter that one rank uses, 6-11 one that no rank uses.
+USED_BY_NONE = slice(6, 12)
+MAX_SENT_PADDING = 0.2  # a rank may send so much padding, as a part of the bytes that it sends without padding
+MAX_GROWTH = 0.01  # a rank may keep so many bytes more after each step, for each element of the parameters
 
 
 class Check:
-    """Calls `function(grader, **settings)`.
+    """Has a name, which is printed, and a function, which is called with a Grader: function(grader, **settings).
 
-    fact: one of grader.facts. The check is for classes of which the fact is true; "": it is for all.
+    fact: an attribute of grader.facts, which says what the graded class is or has. The check runs only if it is true:
+    "is_whole", or "prefetches" for a class that has prefetch_params(). A check whose fact is "" always runs.
     """
 
     def __init__(self, name, function, fact="", /, **settings):
@@ -51,9 +62,9 @@ class Check:
 
 
 def play_on(grader, run, d=2, cause_of_error=None):
-    """Return the Seen of each of d ranks that have trained. cause_of_error: the cause of an exception or a hang."""
-    n_ranks = d + 1 if run.without_rank_0 else d
-    return grader.run(n_ranks, play, run, cause_of_error=cause_of_error)[-d:]  # perhaps without rank 0
+    """Let d ranks do a Run, and return the Seen of each. Raise Failed, with `cause_of_error`, if one has an error."""
+    n_ranks = d + 1 if run.without_rank_0 else d  # rank 0 is there and doesn't train, so d others do
+    return grader.run(n_ranks, play, run, cause_of_error=cause_of_error)[-d:]  # of the ranks that have trained
 
 
 def interface(grader):
@@ -67,7 +78,7 @@ def interface(grader):
 
 
 def is_an_optimizer(grader):
-    """Check the base class and methods that level 2 asks for; of a core, the base class alone."""
+    """Check that the class has the base class and the methods of level 2. A core needs the base class alone."""
     facts = grader.facts
     expected = "a torch.optim.Optimizer"
     lacks = []
@@ -84,11 +95,11 @@ def is_an_optimizer(grader):
 
 
 def by_hand(grader, d=2, cause_of_error=None, **settings):
-    """Check all elements after a ByHand with these settings, few enough to compute their values by hand."""
+    """Check every element of the parameters after a ByHand with these settings: arithmetic gives the right values."""
     run = ByHand(**settings)
 
     def play_again(other_run):
-        """Return the Seen of each rank; None if a rank fails."""
+        """Return the Seen of each rank in another run, by which check_movement tries causes; None if a rank fails."""
         try:
             return play_on(grader, other_run, d)
         except Failed:
@@ -98,7 +109,7 @@ def by_hand(grader, d=2, cause_of_error=None, **settings):
 
 
 def of_16_bits(grader):
-    """Check bfloat16, in which all these figures are exact, with gradients that fp16 has no numbers for."""
+    """Check bfloat16 parameters. bfloat16 has all numbers of this run; its gradients are too large for fp16."""
     by_hand(grader, dtype=torch.bfloat16, lr=2.0**-20, scales=(2**17,) * 4)
 
 
@@ -112,14 +123,15 @@ def nan_arrives(grader):
 
 
 def constructor(grader, **settings):
-    """Check that rank 0's parameters are on every rank after the constructor, and stay in a step with gradients of 0.
+    """Check that the constructor copies rank 0's parameters to every rank. A step whose gradients are 0 must keep them.
 
-    Before the constructor all elements are r on rank r.
+    Before the constructor all elements are r on rank r, so rank 0's are 0.
     """
     expected = "the constructor gives every rank the parameters of the first rank: here 0 everywhere"
     ranks = play_on(grader, ByHand(scales=(0,) * 4, start_is_rank=True, **settings))
-    built = [seen.snapshots[0] for seen in ranks]
-    missed = "none was" if built[-1].all() else "some were not"  # the last rank has had no 0
+    built = [seen.snapshots[0] for seen in ranks]  # for each rank its parameters when the constructor has returned
+    # No element of the last rank was 0 before the constructor. If none is 0 now, the rank has received nothing.
+    missed = "none was" if built[-1].all() else "some were not"
     for rank, values in enumerate(built):
         require(not values.any(), expected, f"elements {spans(values != 0)} of rank {rank} are {values.max():g}",
                 f"parameters are broadcast from the first rank in the constructor, each in place: {missed}")
@@ -131,15 +143,15 @@ def constructor(grader, **settings):
 
 
 def of_some_ranks(grader):
-    """Check ranks 1 and 2 of 3, in a process group of their own."""
+    """Check the constructor and a step on ranks 1 and 2 of 3, which train in a process group of their own."""
     constructor(grader, without_rank_0=True)
     by_hand(grader, cause_of_error=PLACES, without_rank_0=True)
 
 
 def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
-    """Check that d ranks have the same parameters after every step, which are those of one process with all data.
+    """Check that after every step of a Run d ranks have the parameters of one process that has all their batches.
 
-    cause_if_unknown: the cause to name if no known mistake computes the same. settings: of the Run.
+    cause_if_unknown: the cause to name if no mistake of grade/mistakes.py gives the parameters that the ranks have.
     """
     run = Run(**settings)
     ranks = play_on(grader, run, d, cause_of_error)
@@ -148,6 +160,7 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
     if run.unused:
         lines.append("unused     what no rank uses stays")
         used_by_none = ranks[0].snapshots[-1][USED_BY_NONE]
+        # Run.model fills this parameter with 1. Weight decay may have changed it, which is right, too.
         if (used_by_none != 1).any():
             lines = ["unused     what no rank uses has a gradient of zeros, as in a buffer, and decays"]
             one_process = mistakes.in_one_process(run, range(d), before_step=mistakes.fill_with_zeros)
@@ -165,7 +178,7 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
 
 
 def resumes_in_16_bits(grader):
-    """Check that a run that is saved and loaded has the same bits as one that goes on."""
+    """Check that a run that saves, and loads in a new optimizer, ends with the bits of a run that goes straight on."""
     run = Run(optimizer="AdamW", steps=4, dtype=torch.bfloat16)
     straight = play_on(grader, run)[0].snapshots
     resumed = play_on(grader, replace(run, resume=True))[0].snapshots
@@ -176,8 +189,8 @@ def resumes_in_16_bits(grader):
 
 
 def state(grader, d=2):
-    """Check that each of AdamW's moments exists on one rank, and that every rank has some."""
-    n_held = [seen.n_state for seen in play_on(grader, EIGHT_LAYERS, d)]  # elements that aren't 0, on each rank
+    """Check that each element of AdamW's two moments exists on one rank alone, and so on no rank all of them."""
+    n_held = [seen.n_state for seen in play_on(grader, EIGHT_LAYERS, d)]  # for each rank its elements that aren't 0
     whole = 2 * NUMEL
     total = sum(n_held)
     shares = ", ".join(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
@@ -189,12 +202,13 @@ def state(grader, d=2):
     require(total >= whole, once, f"{whole - total} of its {whole} elements on no rank: {shares}",
             "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
     lines = [f"state      {shares}"]
-    if max(n_held) > whole / d + 2 * LARGEST_NUMEL:
+    if max(n_held) > whole / d + 2 * LARGEST_NUMEL:  # more than parameters of that size explain
         lines.append("unequal    allowed, but wasteful: the largest parameter first, to the rank that has least")
     return lines
 
 
-# A unit of bytes that a rank sends, 4Ψ · (d-1)/d, is an all-gather of all parameters, which take 4 bytes each.
+# Bytes sent are counted in units. A unit, 4Ψ · (d-1)/d bytes, is what a rank sends in an all-gather of all parameters,
+# which have Ψ elements of 4 bytes. On gloo gradients take 2 units, as an all-reduce, and parameters take 1.
 SUFFICIENT = {  # kind of collective -> (units that suffice for a step, the likely cause of more units)
     "all_reduce": (2, "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"),
     "all_gather": (1, "a rank gives the all-gather more than it owns: send gradients by all_reduce or reduce_scatter"),
@@ -203,7 +217,7 @@ SUFFICIENT = {  # kind of collective -> (units that suffice for a step, the like
 
 
 def units_sent(entries, d):
-    """Return {kind of collective: units that a rank sends} for entries of the ledger."""
+    """Return {kind of collective: units that a rank sends}. entries: the collectives of a step, from the ledger."""
     units = Counter()
     for entry in entries:
         units[entry.kind] += entry.wire_bytes / (4 * NUMEL * (d - 1) / d)
@@ -211,32 +225,39 @@ def units_sent(entries, d):
 
 
 def cause_of_excess(units):
-    """Return the cause for the kind of collective that exceeds its sufficient units most."""
+    """Return the likely cause of too many units, by the kind of collective that exceeds its sufficient units most."""
     excess = {kind: units[kind] - sufficient for kind, (sufficient, _) in SUFFICIENT.items()}
     kind = max(excess, key=excess.get)
+    # The learner has read "3 · 4Ψ · (d-1)/d bytes": "of them" are these units.
     return SUFFICIENT[kind][1] if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
 
 
 def sends_and_holds(grader):
-    """Check the bytes sent and held, also on four ranks: on two an all-gather of all gradients would pass."""
+    """Check the bytes that a rank sends in a step and holds after it, on four ranks and on two.
+
+    On two ranks alone, a package that gathers every rank's gradients on every rank would pass.
+    """
     for d, with_ranks in ((4, "with 4 ranks, "), (2, "")):
         seen = play_on(grader, EIGHT_LAYERS, d)[0]
         units = units_sent(seen.entries, d)
         sent = sum(units.values())
-        sent_on_nccl = sent - units["reduce_scatter"] / 2  # gloo's reduce-scatter is an all-reduce
+        # gloo does a reduce-scatter as an all-reduce, which sends twice the bytes of NCCL's reduce-scatter.
+        sent_on_nccl = sent - units["reduce_scatter"] / 2
         collectives = counted(seen.entries)
         held = seen.held / NUMEL  # bytes per parameter
         require(sent_on_nccl <= 3 * (1 + MAX_SENT_PADDING),
                 "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
                 f"{with_ranks}{sent:.2f} · 4Ψ · (d-1)/d bytes, in {collectives}", cause_of_excess(units))
-        if d > 2:  # with two ranks, half of the state and a buffer may take as much as DDP's whole state
-            due = 8 + 8 / d
+        # DDP holds 16 bytes for each parameter: 4 of the parameter, 4 of its gradient, 8 of AdamW's two moments. On two
+        # ranks a right package may hold as many, in half of the moments and a buffer, so there the check is left out.
+        if d > 2:
+            due = 8 + 8 / d  # a parameter, its gradient, and this rank's part of the moments
             require(held <= 16 * 1.05, "fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
                     f"{with_ranks}{held:.2f}", f"parameters and gradients take 8 and 1/{d} of the moments {8 / d:g}: "
                     f"{held - due:.2g} more are kept")
-    # These lines are of two ranks.
+    # The loop has ended with two ranks, whose figures are printed.
     native = ""
-    if sent_on_nccl < sent:
+    if sent_on_nccl < sent:  # on NCCL a rank sends less
         native = f"; {sent_on_nccl:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
     return [f"a step     {collectives}; {seen.n_in_backward or 'none'} of them in the backward pass",
             f"sent       {sent:.2f} · 4Ψ · (d-1)/d bytes a rank{native} (DDP alone: 2)",
@@ -245,17 +266,20 @@ def sends_and_holds(grader):
 
 def keeps_nothing(grader):
     """Check that a rank holds as much after step 6 as after step 2."""
-    after_2, after_6 = (play_on(grader, replace(EIGHT_LAYERS, steps=steps)) for steps in (2, 6))
-    n_more = max(later.held - earlier.held for earlier, later in zip(after_2, after_6))  # bytes, in 4 steps
-    growth = n_more / 4 / NUMEL
+    after_2 = play_on(grader, EIGHT_LAYERS)  # a run of two steps
+    after_6 = play_on(grader, replace(EIGHT_LAYERS, steps=6))
+    # Bytes more after 4 further steps, on the rank where these are most.
+    n_more = max(later.held - earlier.held for earlier, later in zip(after_2, after_6))
+    growth = n_more / 4 / NUMEL  # bytes in a step, for each element of the parameters
     require(growth <= MAX_GROWTH, "a rank holds as much after step 6 as after step 2",
             f"{growth:.2f} bytes a parameter more in each step", "each step leaves something behind: in a list, "
             "a closure or a graph")
 
 
 def first_layer_waits(grader):
-    """Check that the first layer doesn't wait for the last message, which arrives after all others."""
-    waited = play_on(grader, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0].first_layer_waited  # by message
+    """Check that after prefetch_params() the first layer computes before the last message of parameters has arrived."""
+    seen = play_on(grader, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0]
+    waited = seen.first_layer_waited  # for each message, in order of sending: whether the first layer has waited for it
     cause = "send first the parameters that the forward pass reads first: the last bucket of the backward pass"
     if all(waited):
         cause = "a module waits for its own parameters alone: module.parameters(recurse=False)"
@@ -265,15 +289,18 @@ def first_layer_waits(grader):
 
 
 def transposed(grader):
-    """Check matrices that lie transposed in memory. An exception may refuse them; mixing up elements is wrong."""
+    """Check matrices that lie transposed in memory. A package may refuse them by an exception, and not mix them up."""
     try:
         trains(grader, cause_if_unknown=STRIDES, strides=True)
-    except Failed as failed:
+    except Failed as failed:  # failed.came begins with the exception in a line
         return ["refused    " + failed.came.split("\n")[0]]
 
 
 def follows_loaded(grader):
-    """Check that a step of bfloat16 parameters starts from weights that were loaded after the constructor."""
+    """Check that a step of bfloat16 parameters starts from weights that were loaded after the constructor.
+
+    SGD moves an element by lr · gradient, and gradients are below 1 here. Weights of before the load are further away.
+    """
     run = Run(dtype=torch.bfloat16, reloads=True, steps=1)
     loaded = flat_copy(run.model(OTHER_SEED).parameters())
     for rank, seen in enumerate(play_on(grader, run)):
@@ -283,15 +310,16 @@ def follows_loaded(grader):
 
 
 def sends_in_backward(grader):
-    """Check that at the last gradient some message is in flight for which nobody has waited yet."""
+    """Check that messages are sent in the background: some are in flight when the last gradient is computed."""
     n_messages = play_on(grader, EIGHT_LAYERS)[0].n_in_flight
     require(n_messages > 0, "some messages are in flight when the last gradient is computed", "none is")
     return [f"in flight  {n_messages} messages when the last gradient is computed"]
 
 
+# A drill is a copy of a stage with a fault, which a learner has to find. Only drills have these checks.
 CHECKS_OF_DRILLS = [Check("weights that are loaded after the constructor are trained", follows_loaded),
                     Check("gradients are in flight while the backward pass computes", sends_in_backward)]
-LEVELS = {  # level -> (title, checks)
+LEVELS = {  # level -> (title, Checks); each Check: its printed name, its function, perhaps a fact; then settings
     1: ("Level 1: It trains", [
         Check("the interface", interface),
         Check("16 elements by hand, 2 ranks", by_hand),
