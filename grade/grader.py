@@ -1,7 +1,10 @@
-"""Runs a check on ranks. An exception, a death or a hang there becomes a Failed, which says what happened.
+"""Runs the checks by which a learner's package is graded, on several processes, which are called ranks.
 
-A check calls functions on ranks, and raises Wrong where a learner's package does another thing than it should. The
-cause that a Wrong names is a line about the likely mistake.
+A check calls functions on ranks by Grader.run, and raises a verdict, Wrong, where the package does another thing than
+it should. A Wrong names a cause, which is a line about the likely mistake. Where a rank has an exception, dies or
+hangs, Grader.run raises a Failed, which is a Wrong that says what happened. It learns this from Reports
+(grade/on_ranks.py). Each rank sends Reports while it runs: of collectives that it begins, of lines that it prints, of
+exceptions.
 """
 
 import functools
@@ -10,8 +13,9 @@ import itertools
 from grade import on_ranks
 from harness.ranks.workers import WorkerError, Workers
 
-LIMITS_S = 8, 10  # seconds in which no rank uses its processor, which is a hang; seconds of processor time of a check
-LAST_S = 600  # seconds after which a check ends that has reached neither limit
+# A rank is stuck when it has not used its processor for 8 seconds, or has used it for more than 10 seconds in one run.
+LIMITS_S = 8, 10
+LAST_S = 600  # seconds after which a run ends in any case
 UNKNOWN = "no known mistake gives these figures: print gradients around the average, parameters around the step"
 KNOWN_ERRORS = {  # a part of an exception's message -> the cause
     "fill in ": "this exercise is not finished yet: docs/exercise.md has hints",
@@ -23,47 +27,54 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 
 
 class Wrong(Exception):
-    """Says what was expected, what came (a text of one line or two), and the likely cause; "" has no line."""
+    """Says what was expected, what came instead (a text of one or two lines), and the likely cause, or "" for none."""
 
     def __init__(self, expected, came, cause=UNKNOWN):
         super().__init__(came)
         self.expected = expected
         self.came = came.strip()
-        # (first word, rest) of each line that is printed; the second line of what came has no word.
+        # (first word, rest) of each line to print: the second line of `came` has "" as its word, and an empty cause is
+        # left out. grade/report.py prints these.
         lines = [("expected", expected), *zip(("came", ""), self.came.split("\n")), ("cause", cause)]
         self.lines = [(word, rest) for word, rest in lines if rest]
 
 
 class Failed(Wrong):
-    """Says that an exception, a death or a hang has ended a check."""
+    """Says that an exception, a death or a hang of a rank has ended a check."""
 
 
-def require(is_right, *lines):
-    """Raise Wrong(*lines) unless the package `is_right`. lines: expected, came and perhaps cause."""
+def require(is_right, *texts):
+    """Raise Wrong with the given texts unless `is_right`. texts: what was expected, what came, and maybe the cause."""
     if not is_right:
-        raise Wrong(*lines)
+        raise Wrong(*texts)
 
 
 class Grader:
-    """Runs functions on ranks, with the optimizer of `package`."""
+    """Keeps ranks, on which it runs functions with the optimizer of `package`, the learner's."""
 
     def __init__(self, package, workers=None):
         self.package = package
-        self.workers = {} if workers is None else workers  # {world size: Workers}
-        self.results = {}  # {(world size, function, args): what the ranks returned}, because several checks share a run
-        self.printed = []  # lines that the ranks have printed, the latest last
+        self.workers = {} if workers is None else workers  # {number of ranks: Workers, which are as many processes}
+        # {arguments of `run`: what the ranks have returned}. A second check with the same run takes these results.
+        self.results = {}
+        # Lines that the ranks have printed in the latest check. report.py prints some of them where the check fails.
+        self.printed = []
 
     def close(self):
+        """End all ranks."""
         for workers in self.workers.values():
             workers.kill()  # an orderly end takes seconds, and saves nothing here
 
     @functools.cached_property
     def facts(self):
-        """Return what on_ranks.look does. Only ranks import the package, whose mistakes can end a process."""
+        """Facts about the graded class, which on_ranks.look finds on a rank: its name, the methods that it lacks, ….
+
+        Only ranks import the package, because its mistakes can end a process.
+        """
         return self.run(2, on_ranks.look)[0]
 
     def outcome(self, check):
-        """Run a check; return the lines that it prints when it passes, or its Wrong."""
+        """Run a Check of grade/levels.py; return a list of lines to print if it passes, and its Wrong if it fails."""
         self.printed.clear()
         try:
             return check.function(self) or []
@@ -71,82 +82,92 @@ class Grader:
             return wrong
 
     def start(self):
-        """Start the ranks of level 1 in advance. They import the package later, when a check runs."""
+        """Start the ranks that level 1 needs, before there is a package. They import it later, when a check runs."""
         for world_size in (2, 3, 4):
             self.workers_of(world_size).run(on_ranks.ready)
 
     def workers_of(self, world_size):
+        """Return Workers for this number of ranks, which are started once."""
         if world_size not in self.workers:
             self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
         return self.workers[world_size]
 
     def run(self, world_size, function, *args, cause_of_error=None):
-        """Return [function(candidate, *args) of each rank]; candidate: grade/runs.py's, which each rank makes.
+        """Call function(candidate, *args) on each rank; return the list of results. Raise Failed if a rank fails.
 
-        Raise Failed if a rank fails. cause_of_error: the likely cause if an exception shows no other.
+        candidate: a Candidate (grade/runs.py), which each rank makes: the graded class and what belongs to it there.
+        cause_of_error: the likely cause to name if the failure itself doesn't show one.
         """
         key = world_size, function, args
         if key in self.results:
             return self.results[key]
         workers = self.workers_of(world_size)
-        reports = [[] for _ in range(world_size)]  # by rank: its on_ranks.Reports in order of time
+        # For each rank the list of its Reports in order of time, but without those of printed lines.
+        reports_by_rank = [[] for _ in range(world_size)]
         raised = []  # (rank, Report) of each exception, in order of time
 
         def hear(rank, report):
+            """Note a Report; end the run when all ranks stand still. Workers call this for each Report that arrives."""
             if report.kind == "printed":
                 self.printed.append(f"rank {rank}: {report.text}")
                 return
-            reports[rank].append(report)
+            reports_by_rank[rank].append(report)
             if report.kind == "raised":
                 raised.append((rank, report))
-            latest = {of_rank[-1].kind if of_rank else "" for of_rank in reports}
+            # The set of what the ranks have reported last. All stand still if each is stuck or has ended.
+            latest = {reports[-1].kind if reports else "" for reports in reports_by_rank}
             if "stuck" in latest and latest <= {"stuck", "ended"}:
-                raise WorkerError("all ranks stand still")
+                raise WorkerError("all ranks stand still")  # workers.run ends the ranks, and raises this error below
 
         try:
             self.results[key] = workers.run(on_ranks.watched, self.package, LIMITS_S, function, *args, on_event=hear)
         except WorkerError as error:
-            raise Failed(*failure(str(error), reports, raised, cause_of_error)) from None
+            raise Failed(*failure(str(error), reports_by_rank, raised, cause_of_error)) from None
         return self.results[key]
 
 
-def failure(error, reports, raised, cause_of_error):
-    """Return (expected, came, cause) of an exception, a death or a hang, from the ranks' reports."""
-    parting = first_difference(reports)  # "" if all ranks call the same collectives
-    # gloo raises on a rank that has lost another one.
+def failure(error, reports_by_rank, raised, cause_of_error):
+    """Return the arguments of a Failed (expected, came, cause) for an exception, a death or a hang.
+
+    error: what the WorkerError says, in a line. reports_by_rank, raised: as in Grader.run. cause_of_error may be None.
+    """
+    parting = first_difference(reports_by_rank)  # "" if all ranks call the same collectives
+    # Where a rank dies or raises, gloo raises on the ranks that wait for it. Those are no culprits.
     culprits = [(rank, report) for rank, report in raised if "gloo" not in report.text]
     has_died = " ended with exit code " in error or " was killed by signal " in error
     if culprits or (raised and not has_died):
-        rank, report = (culprits or raised)[0]
+        rank, report = (culprits or raised)[0]  # the first in time
         came = shorten(f"rank {rank}: {report.text}")
         if report.place:
             came += f"\nin {report.place}"
-        if not culprits:
+        if not culprits:  # gloo alone has raised, for example because ranks call different collectives
             return "no exception", came, cause_of_error or parting or UNKNOWN
         known = [cause for part, cause in KNOWN_ERRORS.items() if part in report.text]
         return "no exception", came, known[0] if known else cause_of_error
     if has_died:
         dead = int(error.split()[1])  # "rank 1 ended with exit code 0"
-        latest = latest_collective(reports[dead])
+        latest = latest_collective(reports_by_rank[dead])
         came = f"{shorten(error)}\n{f'after {latest}' if latest else 'before its first collective'}"
         cause = "os._exit() or a crash ended it; the other ranks have only lost it"
         if " was killed by signal 6" in error:  # gloo aborts a rank that gets a message of another size
             cause = cause_of_error or parting or cause
         return "every rank lives until the end of this check", came, cause
-    ranks_doing = {}  # words of `doing` -> the ranks that do this
-    for rank, of_rank in enumerate(reports):
-        ranks_doing.setdefault(doing(of_rank), []).append(str(rank))
+    # What is left is a hang: say for each rank where it stands, and name ranks together that stand at the same place.
+    ranks_doing = {}  # words about what a rank does -> the ranks that do this
+    for rank, reports in enumerate(reports_by_rank):
+        ranks_doing.setdefault(doing(reports), []).append(str(rank))
     first, *further = [f"rank {', '.join(ranks)} {words}" for words, ranks in ranks_doing.items()]
     return ("every rank ends this check", f"{shorten(first)}\n{shorten('; '.join(further))}",
             parting or "all ranks have called the same collectives: look at what else is waited for")
 
 
 def shorten(line):
+    """Return a line as it is, or cut to 105 characters."""
     return line if len(line) <= 105 else line[:104] + "…"
 
 
 def latest_collective(reports):
-    """Return the latest collective in a rank's reports, in words; "" without one."""
+    """Return the latest collective in the reports of one rank, in words; "" if the rank has begun none."""
     for report in reversed(reports):
         if report.kind == "collective":
             return f"{report.text} ({report.place})" if report.place else report.text
@@ -154,25 +175,37 @@ def latest_collective(reports):
 
 
 def doing(reports):
-    """Return a rank's state in words: "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)"."""
+    """Return in words where a rank stands: "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)".
+
+    reports: those of this rank. A place is a "file:line" of the learner's.
+    """
     latest = latest_collective(reports)
     if reports and reports[-1].kind == "ended":
         return f"has ended; its last was {latest or 'no collective'}"
-    places = [report.place for report in reports if report.kind == "stuck"]
+    places = [report.place for report in reports if report.kind == "stuck"]  # where the rank was stuck; the last counts
+    # It hangs in a collective if it is stuck in the line that has called that collective.
     if latest and (not places or latest.endswith(f"({places[-1]})")):
         return f"hangs in {latest}"
     place = places[-1] if places else ""
     return f"hangs in {place or 'code of others'}, {f'after {latest}' if latest else 'before any collective'}"
 
 
-def first_difference(reports):
-    """Return in a sentence where the ranks' collectives first differ, or "". Sends and receives don't count."""
-    calls = [[report.text for report in of_rank
-              if report.kind == "collective" and not report.text.startswith(("send", "recv"))] for of_rank in reports]
-    for number, (first, *further) in enumerate(itertools.zip_longest(*calls, fillvalue="nothing"), start=1):
-        for rank, call in enumerate(further, start=1):
+def first_difference(reports_by_rank):
+    """Return a sentence that says at which collective the ranks first differ; "" if they never do.
+
+    Sends and receives don't count, because right programs call other ones on each rank.
+    """
+    calls_by_rank = []  # for each rank its collectives in words, such as "broadcast of 16 bytes from rank 0"
+    for reports in reports_by_rank:
+        calls_by_rank.append([report.text for report in reports
+                              if report.kind == "collective" and not report.text.startswith(("send", "recv"))])
+    # calls: what each rank calls as its collective `number`; "nothing" on a rank that has called fewer.
+    for number, calls in enumerate(itertools.zip_longest(*calls_by_rank, fillvalue="nothing"), start=1):
+        first = calls[0]
+        for rank, call in enumerate(calls):
             if call != first:
                 kind, _, root = call.partition(" from ")  # "broadcast of 16 bytes", "rank 0"
+                # If only the sender differs, the sentence repeats only the sender.
                 difference = f"from {root}" if root and kind == first.partition(" from ")[0] else call
                 return f"the ranks part at collective {number}: {first} on rank 0, {difference} on rank {rank}"
     return ""

@@ -1,6 +1,9 @@
-"""Watches a package on every rank while it is graded.
+"""Runs in each rank, a process of the grader: calls a function with the learner's package, and watches the package.
 
-A rank sends a Report by `event`, while it runs: a rank that was killed can't report later.
+A rank sends Reports to the grader's process (grade/grader.py) by `event`, at once: a rank that was killed can't report
+later what it has done. The ledger is the list of collectives that a rank has begun; a collective's entry in it has its
+kind and its bytes. A Work is torch's handle of a collective that runs in the background: who wants the result calls its
+wait().
 """
 
 import functools
@@ -25,54 +28,62 @@ from grade.runs import Candidate
 from harness.measuring.ledger import Ledger
 from harness.ranks.workers import event
 
-CLASSES = "DistributedOptimizer", "ShardedOptimizer"  # the whole optimizer; a core
+# A package has one of these classes. The first is a whole optimizer. The second is a core, which may lack some of METHODS.
+CLASSES = "DistributedOptimizer", "ShardedOptimizer"
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
+# Folders of the grader's own code, whose lines are never shown as the place of a mistake.
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
 
 
 class Report(NamedTuple):
-    """Says what a rank does. A kind is "collective", "stuck", "moves" (after that), "printed", "raised" or "ended"."""
-    kind: str
-    text: str = ""  # the collective in words, the printed line, the error
-    place: str = ""  # of a collective, an error, or where the rank is stuck: see `where`
+    """Says what a rank does or has met."""
+    kind: str  # "collective": begins one; "stuck"; "moves": is stuck no longer; "printed"; "raised": an error; "ended"
+    text: str = ""  # the collective in words, or the printed line, or the error
+    place: str = ""  # "file:line" of a collective or an error, or where the rank is stuck; "" if it isn't the learner's
 
 
 class ReportedLedger(Ledger):
-    """Lists the collectives of a rank, as entries; reports each before it begins.
+    """Lists the collectives of a rank as entries, as Ledger does, and reports each collective before it begins.
 
-    Entries get two attributes more. place: "file:line" of the call. is_awaited: whether somebody has waited for the
-    result, or need not wait for it.
+    Each entry gets two attributes more, which grade/runs.py and grade/by_hand.py read. place: "file:line" of the call.
+    is_awaited: whether somebody has waited for the result, or need not wait, because the call itself has waited.
     """
 
     def entry_of(self, operator, arguments):
-        """Return the entry of a collective that begins, or None if the operator of torch moves no bytes."""
+        """Return the entry of a collective that begins, or None if the operator of torch moves no bytes.
+
+        Ledger calls this before it calls the operator. arguments: {name: argument} of the operator.
+        """
         entry = super().entry_of(operator, arguments)
         if entry is not None:
             words = f"{entry.kind} of {entry.size} bytes" if entry.size else entry.kind
-            root = arguments.get("root_rank", -1)
+            root = arguments.get("root_rank", -1)  # the one rank that sends, or that receives; -1: there is none
             if root >= 0:
                 words += f" {'to' if entry.kind in ('gather', 'reduce') else 'from'} rank {root}"
             entry.place = where(traceback.walk_stack(sys._getframe()))
-            entry.is_awaited = True  # until `_watch` sees that the call returns a Work
+            entry.is_awaited = True  # `_watch` sets it to False if the call returns a Work
             event(Report("collective", words, entry.place))
         return entry
 
     def _watch(self, entry, result):
-        """Return the result of a collective, with an AwaitedWork in place of its Work."""
+        """Return the result of a collective, with an AwaitedWork in place of its Work.
+
+        Ledger calls this with what the operator has returned, and the caller of the collective gets what this returns.
+        """
         result = super()._watch(entry, result)
-        # What c10d returns to C++: a Work in a box (ScriptObject), or output tensors and such a box.
+        # An operator returns a Work in a box of C++ (ScriptObject), or a list of output tensors that ends with the box.
         *outputs, boxed = result if isinstance(result, (tuple, list)) else [result]
         if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor that waits by itself
             return result
         entry.is_awaited = False
         work = AwaitedWork(dist.Work.unbox(boxed), entry)
-        self.works.append(work)  # C++ would forget it without a reference in Python
+        self.works.append(work)  # Ledger's list. Without a reference in Python, C++ would lose the Python object
         return [*outputs, work.boxed()] if outputs else work.boxed()
 
 
 class AwaitedWork(dist.Work):
-    """Stands in for a Work, and notes in the ledger's entry that somebody waits for it."""
+    """Stands in for a Work, and notes in the ledger's entry that somebody waits for it. Torch calls the methods."""
 
     def __init__(self, work, entry):
         super().__init__()
@@ -83,7 +94,7 @@ class AwaitedWork(dist.Work):
         self.entry.is_awaited = True
         work = self.work
         self.work = None  # a Work keeps the received tensors alive
-        return work is None or work.wait(*timeout)
+        return work is None or work.wait(*timeout)  # True at a second call: the collective is complete
 
     def is_completed(self):
         self.entry.is_awaited = True
@@ -95,9 +106,9 @@ class AwaitedWork(dist.Work):
 
 
 def where(frames):
-    """Return "file:line" of the first (frame, line) in a file of the current folder; "" without one.
+    """Return "file:line" of the first (frame, line) in `frames` that is in the learner's code; "" if none is.
 
-    Our own files and those of libraries don't count.
+    The learner's code is every file below the current folder, but for the grader's own files and for libraries.
     """
     for frame, line in frames:
         path = frame.f_code.co_filename
@@ -107,9 +118,9 @@ def where(frames):
 
 
 class Printed(io.TextIOBase):
-    """Stands in for stdout, and reports each line that a rank prints: the grader shows some where a check fails."""
+    """Stands in for stdout, and reports each line that a rank prints. The grader prints some if a check fails."""
 
-    begun = ""  # the line that has no end yet
+    begun = ""  # what was printed of a line that has no end yet
 
     def write(self, text):
         *lines, self.begun = (self.begun + text).split("\n")
@@ -120,10 +131,10 @@ class Printed(io.TextIOBase):
 
 @functools.cache
 def silence():
-    """Report what Python prints, and drop what gloo's C++ says as it dies."""
+    """Report what Python prints. Drop what C++ prints: gloo does so as it dies. Only the first call does anything."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    os.dup2(nowhere, 1)  # stdout of C++
+    os.dup2(nowhere, 2)  # its stderr
     sys.stdout = sys.stderr = Printed()
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
 
@@ -131,22 +142,23 @@ def silence():
 def watch_for_hangs(ended, still_s, busy_s):
     """Report "stuck", with the place of the main thread, and "moves" when it goes on, until the event `ended` is set.
 
-    A process is stuck if it has used no processor time for `still_s` seconds, or has used `busy_s` seconds of it.
-    Processor time counts, and not the clock, because a busy machine makes every process slow.
+    This runs in a thread of its own. A rank is stuck if it has used no processor time for `still_s` seconds, or if it
+    has used `busy_s` seconds of processor time since this began: then it seems to loop for ever. The second limit isn't
+    one of the clock, because a busy machine makes every process slow.
     """
     main_thread = threading.main_thread().ident
-    used_s = time.process_time()
-    last_use = time.monotonic()
+    used_s = time.process_time()  # the processor time that the rank had used when it last went on
+    last_use = time.monotonic()  # when that was
     was_stuck = False
     limit_s = used_s + busy_s
     while not ended.wait(0.25):
         processor_s = time.process_time()
-        if processor_s - used_s > 0.05:
+        if processor_s - used_s > 0.05:  # more than this thread itself uses while the rank stands still
             used_s = processor_s
             last_use = time.monotonic()
         is_stuck = processor_s > limit_s or time.monotonic() - last_use > still_s
         if is_stuck and not was_stuck:
-            frame = sys._current_frames()[main_thread]
+            frame = sys._current_frames()[main_thread]  # Python has no public way to this frame
             event(Report("stuck", place=where(traceback.walk_stack(frame))))
         elif was_stuck and not is_stuck:
             event(Report("moves"))
@@ -154,15 +166,17 @@ def watch_for_hangs(ended, still_s, busy_s):
 
 
 def watched(rank, package, limits, function, *args):
-    """Return function(candidate, *args), and report until then what the rank does, from the package's import on.
+    """Import the package, call function(candidate, *args) and return the result. Report meanwhile what the rank does.
 
-    rank: a Rank of harness/ranks. limits: (still_s, busy_s), see watch_for_hangs.
+    candidate: a Candidate, the graded class and what belongs to it on this rank. rank: a Rank of harness/ranks, which
+    names this process. limits: (still_s, busy_s), see watch_for_hangs.
     """
     silence()
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
     try:
         modules = [importlib.import_module(package), submodule(package, "optimizer")]
+        # (class, its name), a whole optimizer before a core. The package itself goes before its module `optimizer`.
         classes = [(getattr(module, name), name) for name in CLASSES for module in modules if hasattr(module, name)]
         cls, name = classes[0] if classes else (None, "")
         with ReportedLedger() as ledger:
@@ -171,7 +185,8 @@ def watched(rank, package, limits, function, *args):
         event(Report("ended"))
         return result
     except BaseException as error:  # SystemExit, too
-        first_line, *_ = [*str(error).strip().splitlines(), ""]
+        first_line, *_ = [*str(error).strip().splitlines(), ""]  # "" for an error without text
+        # The frame that has raised comes first.
         frames = reversed(list(traceback.walk_tb(error.__traceback__)))
         event(Report("raised", f"{type(error).__name__}: {first_line}", where(frames)))
         raise
@@ -180,34 +195,37 @@ def watched(rank, package, limits, function, *args):
 
 
 def submodule(package, name):
-    """Return the module `name` of a package, or None."""
-    is_folder = hasattr(sys.modules[package], "__path__")
+    """Return the module `name` of a package that was imported, or None if it has no such module."""
+    is_folder = hasattr(sys.modules[package], "__path__")  # a module alone has no path
     if is_folder and importlib.util.find_spec(f"{package}.{name}"):
         return importlib.import_module(f"{package}.{name}")
     return None
 
 
 def ready(rank):
-    """Do nothing: when this function runs, the ranks have met."""
+    """Do nothing. The grader calls this to start ranks in advance: when it runs, they have met."""
 
 
 def plays(candidate, module, test):
-    """Run a test that takes a stage, with each combination of the arguments that it has been given."""
-    play_situations = importlib.import_module("tests.common").play_situations  # needs pytest
+    """Run the test of that name in `module` on this rank, with the learner's package as its argument `stage`.
+
+    play_situations calls the test with each combination of the other arguments that its decorator gives.
+    """
+    play_situations = importlib.import_module("tests.common").play_situations  # imported here, because it needs pytest
     play_situations(candidate.worker, module, test, {"stage": candidate.package})
 
 
 def look(candidate):
-    """Return facts about the graded class, for the process that grades, which never imports the package."""
+    """Return facts about the graded class. The grader's process needs them, and never imports the package itself."""
     cls = candidate.cls
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     docstring = getattr(inspect.getmodule(cls), "__doc__", None) or ""
     exercise = re.search(r"The solution is (stage\w+)/", docstring)
     return SimpleNamespace(
         name=candidate.name,  # "" if the package has none of CLASSES
-        missing=missing,
-        exercise_of=exercise[1] if exercise else "",  # the stage of an exercise
+        missing=missing,  # those of METHODS that the class lacks
+        exercise_of=exercise[1] if exercise else "",  # the stage whose core the learner was to fill in, or ""
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
-        is_whole=candidate.name == CLASSES[0],  # and no core
+        is_whole=candidate.name == CLASSES[0],  # a whole optimizer and not a core
         prefetches="prefetch_params" not in missing,
         finishes="finish_param_sync" not in missing)
