@@ -28,7 +28,7 @@ from grade.runs import Candidate
 from harness.measuring.ledger import Ledger
 from harness.ranks.workers import event
 
-# A package has one of these classes. The first is a whole optimizer. The second is a core, which may lack some of METHODS.
+# A package has one of these classes: a whole optimizer, or else a core, which may lack some of METHODS.
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
@@ -175,7 +175,7 @@ def watched(rank, package, limits, function, *args):
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
     try:
-        modules = [importlib.import_module(package), submodule(package, "optimizer")]
+        modules = [importlib.import_module(package), submodule_optimizer(package)]
         # (class, its name), a whole optimizer before a core. The package itself goes before its module `optimizer`.
         classes = [(getattr(module, name), name) for name in CLASSES for module in modules if hasattr(module, name)]
         cls, name = classes[0] if classes else (None, "")
@@ -194,11 +194,11 @@ def watched(rank, package, limits, function, *args):
         ended.set()
 
 
-def submodule(package, name):
-    """Return the module `name` of a package that was imported, or None if it has no such module."""
+def submodule_optimizer(package):
+    """Return the module `optimizer` of a package that was imported, or None if it has no such module."""
     is_folder = hasattr(sys.modules[package], "__path__")  # a module alone has no path
-    if is_folder and importlib.util.find_spec(f"{package}.{name}"):
-        return importlib.import_module(f"{package}.{name}")
+    if is_folder and importlib.util.find_spec(f"{package}.optimizer"):
+        return importlib.import_module(f"{package}.optimizer")
     return None
 
 
