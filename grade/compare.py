@@ -1,7 +1,12 @@
-"""Compares the parameters and norms of ranks with those of one process that has the batches of all ranks.
+"""Compares the parameters and gradient norms of ranks with those of one process that has the batches of all ranks.
 
-Where they differ it raises Wrong, with the known mistake that gives what the ranks have. In the arguments, `ranks` are
-the Seen of each rank, and a snapshot (numel,) has all parameters after a step; the first snapshot is of the start.
+Ranks are processes that train together, with a learner's optimizer. Where they differ from the one process,
+check_params and check_norm raise Wrong, a verdict with the likely cause. To find the cause they try known mistakes:
+mistaken_runs trains one process with each of them, and a mistake that gives what the ranks have is the cause.
+
+In the arguments, `run` (a Run of grade/runs.py) describes how all have trained. `ranks` has the Seen of each rank,
+which is what was noted there. A snapshot (numel,) has all parameters of the model: snapshots[0] those of the start, and
+snapshots[index] those after step `index`.
 """
 
 import torch
@@ -12,16 +17,21 @@ from grade.mistakes import each_alone, mistaken_runs
 
 
 def close(a, b):
-    """Compare elements up to rounding, because over three or more ranks the order of a sum depends on the layout."""
+    """Return a mask of the elements that are equal up to rounding.
+
+    Right packages may differ by rounding: with three or more ranks the order in which a sum is made depends on how a
+    package lays out its buffers.
+    """
     return torch.isclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-4, atol=2e-6)
 
 
 def difference(came, due, run):
-    """Return "2.weight, 2.bias differ by up to 0.12", for two snapshots."""
+    """Return in words how two snapshots differ: "2.weight, 2.bias differ by up to 0.12"."""
     differs = ~close(came, due)
     if not differs.any():
-        differs = came != due  # in the last bits
+        differs = came != due  # no element differs by more than rounding, so name those that differ at all
     params = dict(run.model(0).named_parameters())
+    # For each parameter its part of the mask.
     masks = differs.split([param.numel() for param in params.values()])
     names = [name for name, mask in zip(params, masks) if mask.any()]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -30,8 +40,12 @@ def difference(came, due, run):
 
 
 def check_params(run, ranks, due, index, cause_if_unknown):
-    """Compare the snapshots `index` of all ranks with rank 0's, and this with the snapshot of `due`, of one process."""
-    when = f"after step {run.steps if run.prefetch else index}"  # with prefetch the last step alone has a snapshot
+    """Raise Wrong unless the snapshots `index` of all ranks equal rank 0's, and rank 0's is close to one process's.
+
+    due: the snapshots of one process. cause_if_unknown: the cause to name if no known mistake fits; "" for none.
+    """
+    # A run with prefetch has a snapshot of the start and one after the last step.
+    when = f"after step {run.steps if run.prefetch else index}"
     first = ranks[0].snapshots[index]
     for rank, seen in enumerate(ranks):
         params = seen.snapshots[index]
@@ -47,9 +61,10 @@ def check_params(run, ranks, due, index, cause_if_unknown):
 
 def cause_of_unequal(run, ranks, index):
     """Return the likely cause of snapshots that differ between ranks."""
-    runs_alone = each_alone(run, len(ranks))
+    runs_alone = each_alone(run, len(ranks))  # for each rank the Seen of one process that has its batches alone
     if all(close(seen.snapshots[index], alone.snapshots[index]).all() for seen, alone in zip(ranks, runs_alone)):
         return NOT_AVERAGED
+    # On some rank an element is as it was before the step.
     if any((seen.snapshots[index] == seen.snapshots[index - 1]).any() for seen in ranks):
         return NOT_RECEIVED
     return "not every rank receives the updated parameters of each owner"
@@ -58,35 +73,37 @@ def cause_of_unequal(run, ranks, index):
 def cause_of_training(run, ranks, due, index, cause_if_unknown):
     """Return the likely cause of snapshots that are the same on all ranks, and differ from `due` from `index` on."""
     d = len(ranks)
-    came = ranks[0].snapshots
+    came = ranks[0].snapshots  # what came in place of `due`
     for cause, seen in mistaken_runs(run, d):
         if all(close(*pair).all() for pair in zip(came, seen.snapshots)):
             return cause
+    # (d, numel): the snapshots after step 1 of d processes, each of which trains on one rank's batches alone. If each
+    # element has the value of one of them, then each owner has stepped with its own gradients and sent the result.
     alone = torch.stack([seen.snapshots[1] for seen in each_alone(run, d)])
-    # Each element has a value that one rank, its owner, reaches alone.
     if index == 1 and close(alone, came[1]).any(dim=0).all():
         return NOT_AVERAGED
     if cause_if_unknown:
         return cause_if_unknown
     error = (came[index] - due[index]).abs().max()
-    move = (due[index] - due[index - 1]).abs().max()
+    move = (due[index] - due[index - 1]).abs().max()  # the farthest that the step should take an element
     return ALMOST if error < 0.01 * move else UNKNOWN
 
 
-def check_norm(run, ranks, due, step):
-    """Compare the norms that clip_grad_norm_ has returned in `step` (1, 2, …) with `due`, that of one process."""
+def check_norm(run, ranks, due_norm, step):
+    """Raise Wrong unless in `step` (1, 2, …) clip_grad_norm_ has returned one process's norm, `due_norm`, on all ranks."""
     norms = torch.tensor([seen.norms[step - 1] for seen in ranks])
-    if not close(norms, due).all():
+    if not close(norms, due_norm).all():
         raise Wrong("clip_grad_norm_ returns the norm of all averaged gradients, before it clips: "
-                    f"{due:.5f} in step {step}",
+                    f"{due_norm:.5f} in step {step}",
                     ", ".join(f"{norm:.5f} on rank {rank}" for rank, norm in enumerate(norms)),
-                    cause_of_norm(run, ranks, norms, due, step))
+                    cause_of_norm(run, ranks, norms, due_norm, step))
 
 
-def cause_of_norm(run, ranks, norms, due, step):
-    """Return the likely cause of wrong norms, one of each rank (d,)."""
+def cause_of_norm(run, ranks, norms, due_norm, step):
+    """Return the likely cause of wrong norms. norms (d,): what clip_grad_norm_ has returned on each rank in `step`."""
     d = len(ranks)
-    if close(norms.norm(), due):
+    # The root of the sum of the squares of the ranks' norms.
+    if close(norms.norm(), due_norm):
         return "each rank takes the norm of its own shard: add up the squares over the ranks, then the root"
     if close(norms, [seen.norms[step - 1] for seen in each_alone(run, d)]).all():
         return "the norm is of this rank's own gradients: average them first"

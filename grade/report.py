@@ -1,6 +1,11 @@
-"""Prints the verdict on a package, check by check or as a drill, and the learner's next command.
+"""Prints the verdict on a learner's package, and which command comes next.
 
-A drill is a stage with a fault that the learner has to find: see grade/exercises.py.
+The verdict names check after check, by levels, up to the first that fails. A drill is a copy of a stage with a fault,
+which the learner has to find and mend (grade/exercises.py). For a drill the verdict is that it is mended, or a hint.
+
+A check that fails gives a Wrong, whose `lines` are (first word, rest) of each line to print: what was expected, what
+came instead, the likely cause. A Grader runs checks on several processes, the ranks. Its `facts` say what the class
+that is graded is and has: a whole optimizer, or a core, which has no level 3.
 """
 
 import re
@@ -11,18 +16,22 @@ from grade.grader import Wrong, shorten
 from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
 from harness import STAGES
 
-RING = "ring"  # the module of exercise 0, and in place of a level its name
-REPORTED = "The report"  # the title under which a drill's own check is run
-N_PRINTED = 4  # lines of the ranks' output that are shown
+RING = "ring"  # exercise 0: the name of its module, and also what stands for it where others have a level, 1 to 3
+REPORTED = "The report"  # a title in place of a level's: under it the check runs that sees a drill's fault
+N_PRINTED = 4  # how many lines are shown of what the ranks have printed
 
 
 def say(*lines):
-    """Print lines, each given as (first word, rest)."""
+    """Print lines. Each argument is a line: (first word, rest)."""
     print("\n".join(f"  {word:9} {rest}".rstrip() for word, rest in lines), flush=True)
 
 
 def checks_of(level, grader, only=""):
-    """Return (title, checks) of a level or of exercise 0: the checks for this class that have `only` in their name."""
+    """Return (title, Checks) of a level, or of exercise 0 if `level` is RING.
+
+    Checks whose name lacks the text `only` are left out, and checks that aren't for the class that is graded: `fact`
+    of a Check names a fact that must be true of the class; "" is for all classes.
+    """
     if level == 3:
         title, checks = contract.level()
     elif level == RING:
@@ -34,15 +43,16 @@ def checks_of(level, grader, only=""):
 
 
 def passes(level, grader, only=""):
-    """Run and print the checks of `level` up to the first that fails; return whether all have passed.
+    """Run and print the checks of `level` up to the first that fails. Return whether all have passed.
 
-    Return None if the class has the methods of level 1 alone, which is no failure.
+    Return None at level 2 if the class isn't a torch.optim.Optimizer yet: then it was written for level 1, and that is
+    no failure.
     """
     title, checks = checks_of(level, grader, only)
     if checks:
         print(f"\n{title}", flush=True)
     for check in checks:
-        outcome = grader.outcome(check)
+        outcome = grader.outcome(check)  # a Wrong, or lines to print if the check has passed
         if not isinstance(outcome, Wrong):
             say(("ok", check.name), *[("", line) for line in outcome])
         elif check.name == "its methods" and not grader.facts.is_optimizer:
@@ -58,7 +68,7 @@ def passes(level, grader, only=""):
 
 
 def lines_printed(grader):
-    """Yield (first word, line) for the latest lines that the ranks have printed."""
+    """Yield the latest lines that the ranks have printed, as (first word, rest), and how many were before these."""
     for line in grader.printed[-N_PRINTED:]:
         yield "printed", shorten(line)
     if len(grader.printed) > N_PRINTED:
@@ -66,19 +76,22 @@ def lines_printed(grader):
 
 
 def mends(number, grader, hint):
-    """Print whether a drill is mended, or a hint (1 to 3: how much it says); return whether the drill is mended.
+    """Run all checks on drill `number`. Print and return whether it is mended; if not, print a hint (1 to 3).
 
-    The check that sees the fault runs first, under another name, because its own name would be a hint.
+    The check that sees the drill's fault runs first. It gets the name "the fault", because its own would be a hint.
     """
     drill = exercises.drills()[number]
     print(f"Drill {number}: {drill.title}", flush=True)
-    levels = [checks_of(level, grader) for level in LEVELS]
-    functions = {check.name: check.function for _, checks in [("", CHECKS_OF_DRILLS), *levels] for check in checks}
-    for title, checks in [(REPORTED, [Check("the fault", functions[drill.check])]), *levels]:
+    levels = [checks_of(level, grader) for level in LEVELS]  # (title, Checks) of levels 1 and 2
+    all_checks = [*CHECKS_OF_DRILLS]
+    for _, checks in levels:
+        all_checks += checks
+    sees_fault = next(check.function for check in all_checks if check.name == drill.check)
+    for title, checks in [(REPORTED, [Check("the fault", sees_fault)]), *levels]:
         print(f"  {title} …", flush=True)
         for check in checks:
             outcome = grader.outcome(check)
-            if isinstance(outcome, Wrong):
+            if isinstance(outcome, Wrong):  # the check has failed
                 say(("not yet", ""))
                 if title == REPORTED:
                     say(*hints(drill, outcome, hint))
@@ -91,7 +104,11 @@ def mends(number, grader, hint):
 
 
 def hints(drill, wrong, hint):
-    """Return [(first word, line), …] about a drill that isn't mended. The likely cause stays hidden."""
+    """Return lines to print, as (first word, rest), about a drill that isn't mended.
+
+    wrong: the failure of the check that sees the fault. hint: 1 shows a user's report of the fault, 2 also the check,
+    3 also which state of the optimizer to look at. The likely cause stays hidden.
+    """
     lines = [("report", drill.report)]
     if hint >= 2:
         lines.append(("check", drill.check))
@@ -105,9 +122,12 @@ def hints(drill, wrong, hint):
 
 
 def what_next(grader, left_out=None):
-    """Return the next thing to do after a right verdict: grade the level that was `left_out`, or go on."""
+    """Return in a sentence or a command what a learner does next, when all checks have passed.
+
+    left_out: the first level that the learner hasn't asked for, because of --levels; None if there is none.
+    """
     package = grader.package
-    number = exercises.number_of_drill(package)
+    number = exercises.number_of_drill(package)  # None if the package isn't a drill
     stage = grader.facts.exercise_of  # "" if the package isn't an exercise
     if number in exercises.drills() and number + 1 in exercises.drills():
         return f"rm -rf {package} && make exercise STAGE=drill{number + 1} TO={package}"
@@ -125,18 +145,19 @@ def what_next(grader, left_out=None):
 
 
 def grade(grader, args):
-    """Print the verdict; return whether all levels that were asked for have passed.
+    """Print the verdict, and what is next; return whether all levels that were asked for have passed.
 
-    Return None if level 1 has, and the class hasn't the methods of level 2 yet.
+    Return None if level 1 has passed, and the class isn't written for level 2 yet. args: what grade/__main__.py has
+    parsed: `levels` is the last level to grade, `only` a part of names of checks ("" for all), `hint` is for drills.
     """
     try:
         facts = grader.facts
-    except Wrong as wrong:
+    except Wrong as wrong:  # the package ends or hangs when it is imported
         came = wrong.came.replace("\n", " ")
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
     number = exercises.number_of_drill(grader.package)
-    last_level = 3 if facts.is_whole else 2
+    last_level = 3 if facts.is_whole else 2  # a core has no level 3
     is_ring = grader.package.endswith(f".{RING}")
     levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
     if number:
@@ -150,7 +171,7 @@ def grade(grader, args):
             print(f"The class is {facts.name}", flush=True)
         is_right = True
         for level in levels:
-            is_right = passes(level, grader, args.only)
+            is_right = passes(level, grader, args.only)  # True, False, or None: see passes
             if not is_right:
                 break
     if is_right and not args.only:

@@ -321,7 +321,7 @@ class Training:
 
 
 def play(candidate, run, ranks=None, weight=lambda step, micro: 1.0):
-    """Do a Run with a Candidate; return Seen. ranks, weight: see Training; by default ranks is [the candidate's rank]."""
+    """Do a Run with a Candidate; return Seen. ranks, weight: see Training; without `ranks`, the candidate's alone."""
     if run.without_rank_0:
         group = dist.new_group(range(1, dist.get_world_size()))
         if candidate.rank == 0:
