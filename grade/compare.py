@@ -90,7 +90,7 @@ def cause_of_training(run, ranks, due, index, cause_if_unknown):
 
 
 def check_norm(run, ranks, due_norm, step):
-    """Raise Wrong unless in `step` (1, 2, …) clip_grad_norm_ has returned one process's norm, `due_norm`, on all ranks."""
+    """Raise Wrong unless clip_grad_norm_ has returned `due_norm`, one process's norm, on all ranks in `step` (1, …)."""
     norms = torch.tensor([seen.norms[step - 1] for seen in ranks])
     if not close(norms, due_norm).all():
         raise Wrong("clip_grad_norm_ returns the norm of all averaged gradients, before it clips: "

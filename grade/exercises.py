@@ -1,9 +1,11 @@
-"""Writes an exercise or a drill as a package, for a learner who fills in bodies, or looks for the fault.
-
-An exercise is the core of a stage without the bodies that exercises.md lists. A drill is a stage with a fault of
-drills.md.
+"""Writes an exercise or a drill as a package for a learner, who fills in bodies, or looks for the fault.
 
     make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=drill1)
+
+A stage is one of the four optimizers of this repository. Its core is the files with its idea, and its guard is the code
+around the core that refuses what the core can't do. An exercise is a core in which the bodies of some functions are
+missing: exercises.md lists these functions, each with a hint. Exercise 0 is grade/ring.py. A drill is a copy of a stage
+with a fault: drills.md has the fault as a diff, and texts about it.
 """
 
 import ast
@@ -19,14 +21,17 @@ REPORT = "REPORT.md"  # a file in the package of a drill, whose first line has t
 
 
 def sections_of(name, heading):
-    """Return the sections of a page beside this file, which begin after `heading`."""
+    """Return the sections of the page `name`, a file beside this one. A section is the text after a `heading`."""
     page = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return page.split(f"\n{heading}")[1:]
 
 
 @functools.cache
 def bodies():
-    """Return {exercise: {file: {function to be filled in: hint}}}, as exercises.md lists them."""
+    """Return {exercise: {path of a file: {function to be filled in: hint}}}, as exercises.md lists them.
+
+    There "## " begins an exercise, "- " a file, and "  - " a function with its hint.
+    """
     by_exercise = {}
     for section in sections_of("exercises.md", "## "):
         exercise, *files = section.split("\n- ")
@@ -39,7 +44,10 @@ def bodies():
 
 
 def functions(tree):
-    """Return {name: node} of each function of a module, and of each method as "Class.method"."""
+    """Return {name: node} for each function of a module, and for each method, whose name is "Class.method".
+
+    tree, node: what ast.parse makes of the source.
+    """
     nodes = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
@@ -52,7 +60,7 @@ def functions(tree):
 def emptied(path, hints):
     """Return the source in `path` without the bodies of the functions in `hints`; signatures and docstrings stay.
 
-    hints: {name of a function, or Class.method: hint}.
+    An error with the hint takes the place of a body. hints: {name of a function or method, or Class.method: hint}.
     """
     source = (ROOT / path).read_text(encoding="utf-8")
     tree = ast.parse(source)
@@ -62,7 +70,8 @@ def emptied(path, hints):
         short_name = name.split(".")[-1]
         hint = hints.get(short_name) or hints.get(name)
         if hint:
-            first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1  # index in `lines`
+            # Index in `lines` of the body's first line, after the docstring if there is one. Line numbers begin at 1.
+            first = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
             fill_in = f'raise RuntimeError("fill in {short_name}: {hint}")'
             lines[first : node.end_lineno] = [" " * (node.col_offset + 4) + fill_in]
     if hints:
@@ -76,15 +85,15 @@ def emptied(path, hints):
 class Drill(NamedTuple):
     """A drill of drills.md: texts for the learner, and the edit that makes the fault."""
     title: str
-    report: str  # of a user who has met the fault
+    report: str  # what a user writes who has met the fault
     check: str  # name of the grader's check that sees the fault
-    state: str  # which state of the optimizer to look at
-    answer: str
-    stage: str  # whose copy is edited
-    is_guarded: bool  # whether the copy has the stage's guard
-    file: str  # in the copy, whose text `before` is replaced by `after`
-    before: str
-    after: str
+    state: str  # the last hint: which state of the optimizer to look at
+    answer: str  # what the fault is
+    stage: str  # the stage that is copied
+    is_guarded: bool  # whether the copy has the stage's guard, too, or the core alone
+    file: str  # the file of the copy in which the fault is made
+    before: str  # the text of that file in the stage
+    after: str  # the text that replaces it, which has the fault
 
 
 @functools.cache
@@ -100,13 +109,15 @@ def drills():
 def drill_of(text):
     """Return the Drill of a section of drills.md.
 
-    Its diff begins with `--- path stage` if the package has the stage's guard, or with `--- path` for a bare core.
+    The diff at its end begins with `--- path stage` if the package gets the stage's guard, too. It begins with
+    `--- path` if the package is the core alone; then the path names the stage.
     """
     text, diff = text.split("```diff\n--- ")
     texts = [" ".join(part.split()) for part in re.split(r"\n- (?:Report|Check|State|Answer): ", text)]
     first_line, *lines = diff.splitlines(keepends=True)
-    path, *stage = first_line.split()
+    path, *stage = first_line.split()  # `stage` is a list of one name, or of none
     is_guarded = bool(stage)
+    # texts: from the title to the answer, in the order of Drill's fields.
     return Drill(*texts, stage[0] if is_guarded else Path(path).parent.name, is_guarded,
                  file=path if path.startswith("guard/") else Path(path).name,
                  before="".join(line[1:] for line in lines if line[0] in " -"),
@@ -114,7 +125,10 @@ def drill_of(text):
 
 
 def files_of_drill(number):
-    """Return {path in the package: text} of a drill. Raise ValueError if its stage hasn't the text that it edits."""
+    """Return {path in the package: text of the file} of a drill.
+
+    Raise ValueError if there is no such drill, or if its stage has changed, so that the text to be edited isn't there.
+    """
     if number not in drills():
         raise ValueError(f"STAGE=drill{number}: there are drills 1 to {len(drills())}")
     drill = drills()[number]
@@ -129,32 +143,39 @@ def files_of_drill(number):
 
 
 def number_of_drill(package):
-    """Return the number of a package that is a drill, or None. The package isn't imported."""
+    """Return the number of the drill that `package` is, or None if it isn't a drill. The package isn't imported."""
     for folder in sys.path:
         report = Path(folder, *package.split("."), REPORT)
-        if report.is_file() and (heading := re.match(r"# Drill (\d+)", report.read_text(encoding="utf-8"))):
-            return int(heading[1])
+        if report.is_file():
+            heading = re.match(r"# Drill (\d+)", report.read_text(encoding="utf-8"))
+            if heading:
+                return int(heading[1])
     return None
 
 
 def answer(number):
-    """Return the answer of a drill, with its edit."""
+    """Return the answer of a drill, and the edit that has made its fault."""
     drill = drills()[number]
     return f"{drill.answer}\n\n{drill.stage}, {drill.file}: in place of\n\n{drill.before}\nit has\n\n{drill.after}"
 
 
 def write(name, to):
-    """Write the drill or exercise `name`: "drill1", "3" or "stage3_gradbuffer". Raise ValueError or OSError."""
+    """Write the drill or exercise `name` ("drill1", "3" or "stage3_gradbuffer") into the new folder `to`.
+
+    Raise ValueError if there is no such exercise, or if `to` can't be a new package. Raise OSError if a file can't be
+    written.
+    """
     if drill := re.fullmatch(r"drill(\d+)", name):
         return write_package(to, files_of_drill(int(drill[1])))
     for exercise, by_file in bodies().items():
-        if name in (exercise, exercise[len("stage")]):  # stage3_gradbuffer, 3
+        if name in (exercise, exercise[len("stage")]):  # "stage3_gradbuffer", or "3", the character after "stage"
             files = {Path(path).name: emptied(path, hints) for path, hints in by_file.items()}
             return write_package(to, {"__init__.py": "", **files})
     raise ValueError(f"STAGE={name}: there are the exercises 0 to 4, and drill1 to drill8")
 
 
 def main(name, to):
+    """Write the drill or exercise `name` into `to`, and print what is next. If it can't be written, exit with 2."""
     try:
         write(name, to)
     except (ValueError, OSError) as reason:

@@ -1,6 +1,11 @@
-"""Makes known mistakes in one process that has all batches: a package that trains the same has the same mistake.
+"""Trains one process with each known mistake, so that the grader can name the mistake of a learner's package.
 
-Each mistake has a cause: the text by which a learner is told of it.
+A package trains on d processes, the ranks, each of which has a batch of its own. If its parameters are wrong, the
+grader trains one process that has the batches of all ranks, and makes a mistake. If the parameters are now those of the
+package, the package makes the same mistake. The cause of a mistake is the text by which a learner is told of it.
+
+A Run (grade/runs.py) describes a training run. A Seen is what was noted in a run: all parameters after each step, and
+norms. The graded class builds an inner optimizer for what a rank owns; in one process there is only one optimizer.
 """
 
 import contextlib
@@ -18,23 +23,25 @@ NO_GROUPS = "every parameter is stepped with the constructor's lr and weight_dec
 
 
 class OneProcess:
-    """Gives an optimizer of torch, the base class beside it, the interface of a sharded optimizer on `d` ranks.
+    """Gives an optimizer of torch the interface of a sharded optimizer. in_one_process makes a class of both.
 
-    A mistake replaces some of the methods up to `loaded`.
+    The methods up to `loaded` do what is right, and those below call them. A mistake replaces some of them. The
+    attribute d, which in_one_process sets, is how many ranks the process stands for.
     """
 
     def used(self, now, start, last):
-        """Return the hyperparameters with which a group is stepped.
+        """Return hyperparameters with which a group is stepped, {name: value}. Those that are left out stay as they are.
 
-        now: those in param_groups. start: the constructor's. last: those that were in param_groups in the step before.
+        now, start, last: the group as it is in param_groups, as it was in the constructor, and as it was in the step
+        before. "last_lr" in `now` is the lr of this step, for the time after the scheduler has written another lr.
         """
         return now
 
     def before_step(self):
-        """Change gradients or state when all gradients of a step are there."""
+        """Change gradients or state when all gradients of a step have been computed. Nothing has to be changed."""
 
     def cleared(self, param, set_to_none):
-        """Return the gradient of `param` after zero_grad()."""
+        """Return what `param.grad` is after zero_grad()."""
         return None
 
     def norm(self):
@@ -46,17 +53,18 @@ class OneProcess:
         return min(ratio, 1)
 
     def returned(self, norm, factor):
-        """Return what clip_grad_norm_ returns."""
+        """Return what clip_grad_norm_ returns. factor: by which it has scaled the gradients."""
         return norm
 
     def loaded(self, saved):
-        """Return the items of a state_dict() that take the place of those in `saved` when it is loaded."""
+        """Return items that replace those of `saved` when that state_dict() is loaded."""
         return {}
 
-    no_sync = prefetch_params = finish_param_sync = contextlib.nullcontext  # in one process they do nothing
+    # In one process these methods do nothing. no_sync() must also work in a `with`.
+    no_sync = prefetch_params = finish_param_sync = contextlib.nullcontext
 
     def __init__(self, params, optimizer_cls, **kwargs):
-        super().__init__(params, **kwargs)
+        super().__init__(params, **kwargs)  # the constructor of `optimizer_cls`, which this class is derived from, too
         self.start = [dict(group) for group in self.param_groups]  # copies, because schedulers write into groups
         self.last = self.start  # copies of the groups as they were in the step before
 
@@ -70,7 +78,7 @@ class OneProcess:
         self.before_step()
         super().step()
         for group, now in zip(self.param_groups, current):
-            group.update(now)
+            group.update(now)  # the mistake is no longer in param_groups, where schedulers read
         self.last = current
 
     def zero_grad(self, set_to_none=True):
@@ -88,28 +96,30 @@ class OneProcess:
 
 
 def norm_of(params):
-    return nn.utils.clip_grad_norm_(params, math.inf).item()  # clips nothing
+    """Return the norm of the gradients of `params`."""
+    return nn.utils.clip_grad_norm_(params, math.inf).item()  # torch clips to an infinite norm, and so not at all
 
 
 def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
-    """Return the Seen of one process that has the batches of all `ranks`, and makes a mistake.
+    """Return the Seen of one process that has the batches of all `ranks`. It makes a mistake if arguments follow.
 
-    settings: fields of `run` that the mistake changes. weight: (d, micro-batches, step, micro-batch) -> the weight of a
-    loss. methods: those that the mistake replaces in OneProcess.
+    settings: {field of `run`: value that it has in the mistake}. methods: functions that the mistake puts in place of
+    methods of OneProcess. weight: a function of (d, how many micro-batches a step has, step, number of the micro-batch).
+    It returns the factor by which the mistake multiplies the loss of this micro-batch, and so its gradients.
     """
     run = replace(run, **dict(settings))
     d = len(ranks)
-    # A subclass of both, with the methods of the mistake.
+    # A class derived from OneProcess and torch's optimizer, whose methods are those of the mistake where it has some.
     cls = type("Mistaken", (OneProcess, run.inner_optimizer()[0]), {"d": d, **methods})
     return play(Candidate(cls, rank=0, entries=[]), run, ranks, functools.partial(weight, d, run.micro_batches))
 
 
 def each_alone(run, d):
-    """Return the Seen of d processes that have the batches of one rank each."""
+    """Return the Seen of d processes, each of which trains alone, on the batches of one rank."""
     return [in_one_process(run, [rank]) for rank in range(d)]
 
 
-# Functions that mistakes put in place of methods. `self` is a OneProcess.
+# Functions that mistakes put in place of methods, as MISTAKES says below. `self` is a OneProcess.
 
 
 def norm_of_the_step_before(self):
@@ -126,30 +136,31 @@ def moments_in_16_bits(self):
 
 
 def divide_by_users(self):
-    """Turn the mean over d ranks into the gradient of the rank that uses the first parameter."""
+    """Turn the gradient of the first parameter from the mean over d ranks into that of the only rank that uses it."""
     grad = self.params()[0].grad
     if grad is not None:
         grad.mul_(self.d)
 
 
 def add_stale(self):
-    """Add the mistake of ranks that don't use a parameter: they send the average of the step before again."""
-    param = self.params()[0]  # one rank uses it in some steps, the first among them
+    """Add what ranks send by mistake for a parameter that they don't use: the average of the step before, again."""
+    param = self.params()[0]  # in some steps one rank uses it, and in the others none; the first step is of the former
     n_users = 0 if param.grad is None else 1
-    if hasattr(self, "stale"):
+    if hasattr(self, "stale"):  # the average of the step before, which the last line has kept
         of_others = self.stale * (self.d - n_users) / self.d
         param.grad = param.grad + of_others if n_users else of_others
     self.stale = param.grad
 
 
 def fill_with_zeros(self):
+    """Give parameters without a gradient a gradient of zeros. This is right, too: buffers of gradients do so."""
     for param in self.params():
         if param.grad is None:
             param.grad = torch.zeros_like(param)
 
 
 def own_value(self, param, set_to_none):
-    """Return the parameter's value: its gradient's memory has held parameters."""
+    """Return the parameter's value as its gradient, as if the gradient's memory had been used for the parameter."""
     return param.detach().clone()
 
 
@@ -161,8 +172,9 @@ def lr_of_the_last_step(self, saved):
     return {"param_groups": [{**group, "lr": group["last_lr"]} for group in saved["param_groups"]]}
 
 
-# {field of Run: {cause: arguments of in_one_process()}}. A Run shows these mistakes if its field isn't the default;
-# every Run shows those under "".
+# {field of Run: {cause: arguments of in_one_process}}. A Run can show the mistakes under a field if it doesn't have the
+# field's default, and every Run those under "". The arguments of a `weight` are d, n (how many micro-batches a step
+# has), step and micro (number of the micro-batch). The other lambdas stand for the method of OneProcess with that name.
 MISTAKES = {
     "schedule": {
         "the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner optimizer's":
@@ -238,7 +250,7 @@ MISTAKES = {
 
 
 def mistaken_runs(run, d):
-    """Yield (cause, Seen of one process that makes the mistake) for each mistake that `run` can show on d ranks."""
+    """Train one process with each mistake that `run` can show on d ranks, and yield (cause, its Seen) for each."""
     for name, mistakes in MISTAKES.items():
         if not name or getattr(run, name) != getattr(Run, name):
             for cause, arguments in mistakes.items():
