@@ -1,8 +1,13 @@
-"""Names the mistake in a step whose right result can be computed by hand.
+"""Names the mistake of a learner's package in a step whose right result can be computed by hand.
 
-The elements of the parameters start at 0, 1, 2, …, so that a wrong value shows where it came from. Rank r's gradient is
-7^r, so that a wrong gradient shows whose gradients are in it. The names in capitals are causes: the texts by which a
-learner is told of a likely mistake.
+The package's sharded optimizer trains on d processes, the ranks. A ByHand describes this run. The elements of the
+parameters start at 0, 1, 2, …, so that a wrong value shows where it came from. Rank r's gradient is 7^r, so that a
+wrong gradient shows whose gradients are in it. check_movement finds wrong elements, and Movement explains them.
+
+Each rank owns a part of the parameters, and steps it with an inner optimizer of torch's, which the package builds; then
+it sends what it owns to the others. A Seen is what was noted on a rank in the run: `snapshots`, all parameters after
+each step; `inner`, what the inner optimizer has stepped; the collectives. Most names in capitals are causes: the texts
+by which a learner is told of a likely mistake.
 """
 
 import itertools
@@ -29,7 +34,9 @@ TOO_EARLY = "no collective begins after the inner optimizer's step: send paramet
 STALE = "updated parameters reach the other ranks and not their owner's model: copy them into that model, too"
 AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it on every rank, or on none"
 OVERWRITTEN = "updated parameters were overwritten by a rank that does not own them: their owner must broadcast them"
-NOTHING = {  # what the inner optimizers of all ranks have stepped with -> the cause, where no element has moved
+# Causes where no element has moved, by what the inner optimizers have stepped: no parameters ("nothing"), or parameters
+# with no gradients, with gradients of zero, or with gradients that aren't zero.
+NOTHING = {
     "nothing": "no torch optimizer has stepped a parameter: step() must step an inner optimizer that has some",
     "no gradients": "the inner optimizer's parameters have no gradients: give gradients to these copies",
     "zeros": "the inner optimizer's gradients are all 0: copy the reduced gradients into them",
@@ -40,9 +47,10 @@ PADDED = "padding was taken for parameters: shard r begins at r · the longest l
 MISPLACED = "packing and cutting disagree on order or length, or a rank calls its collectives in another order"
 
 TORCH_LR = 1e-3  # the default of torch's optimizers
-PADDING = "0, as padding is"
+PADDING = "0, as padding is"  # in words, what an element holds that is 0
 BASE = 7  # rank r's gradient is 7^r
-DIVISORS = 1, 2, 3, 4, 6, 9  # of a sum of gradients: the numbers of ranks, their squares and products
+# By these a package may have divided a sum of gradients: by the number of ranks, 2 or 3, or by the product of two such.
+DIVISORS = 1, 2, 3, 4, 6, 9
 
 
 class Combination(NamedTuple):
@@ -51,7 +59,7 @@ class Combination(NamedTuple):
     divisor: int
 
     def value(self):
-        """Return the combination's number, where the scale of the gradients is 1."""
+        """Return the number that the combination is for a parameter whose scale is 1: rank r's gradient is 7^r."""
         return sum(BASE**rank for rank in self.ranks) / self.divisor
 
     def is_one_gradient(self):
@@ -78,17 +86,17 @@ class Combination(NamedTuple):
 
 
 def combinations(d):
-    """Return the Combinations of the gradients of d ranks.
+    """Return the Combinations of the gradients of d ranks, with each divisor of DIVISORS.
 
-    No two have the same value; with a BASE of 2, 3 or 5 some would. A divisor that isn't among DIVISORS would be
-    mistaken for another combination: (1 + 7) / 8 is rank 0's gradient.
+    No two of them have the same value, so a value tells which it is. With a BASE of 2, 3 or 5 some would have the same
+    value, and so they would if there were further divisors: (1 + 7) / 8 is rank 0's gradient.
     """
     subsets = [ranks for n in range(1, d + 1) for ranks in itertools.combinations(range(d), n)]
     return [Combination(ranks, divisor) for ranks in subsets for divisor in DIVISORS]
 
 
 def combination_of(ratio, d):
-    """Return the Combination that is `ratio` times the mean of d ranks' gradients, or None."""
+    """Return the Combination that is `ratio` times the mean of d ranks' gradients, or None if there is none."""
     gradient = ratio * Combination(range(d), d).value()
     for combination in combinations(d):
         value = combination.value()
@@ -99,48 +107,54 @@ def combination_of(ratio, d):
 
 @dataclass(frozen=True)
 class ByHand(Run):
-    """Describes a run that begins with elements 0, 1, 2, …; rank r's gradient of parameter k is 7^r · scales[k]."""
+    """Describes a run that begins with elements 0, 1, 2, …. Rank r's gradient of parameter k is 7^r · scales[k].
+
+    It replaces the model, loss and optimizer of Run, whose fields it has, too; grade/runs.py has comments on them.
+    """
     steps: int = 1
-    numels: tuple = (4, 4, 4, 4)  # of the parameters
-    scales: tuple = (1, 1, 1, 1)  # of the parameters' gradients
+    numels: tuple = (4, 4, 4, 4)  # for each parameter its number of elements
+    scales: tuple = (1, 1, 1, 1)  # for each parameter the factor of its gradients
     lr: float = LR
-    reverses: bool = False  # rank 1 computes its gradients in the other order
-    start_is_rank: bool = False  # all elements are r on rank r
-    nan_rank: int | None = None  # the rank whose gradients are nan
+    reverses: bool = False  # if True, rank 1 computes the parameters' gradients in reverse order
+    start_is_rank: bool = False  # if True, all elements begin as r on rank r
+    nan_rank: int | None = None  # the rank whose gradients are nan; None: no rank's are
 
     def start(self):
         """Return all elements before the first step (numel,)."""
         return torch.arange(float(sum(self.numels)))
 
     def grad(self, rank):
-        """Return the gradients of all elements (numel,)."""
+        """Return rank's gradients of all elements (numel,)."""
         base = float("nan") if rank == self.nan_rank else float(BASE**rank)
         return torch.cat([torch.full((n,), base * scale) for n, scale in zip(self.numels, self.scales)])
 
     def model(self, rank):
-        """Return a model as Run.model does; ranks begin with their number as the seed."""
+        """Return a new model. `rank` stands where Run.model has the seed, because the seed of a rank is its number."""
         values = torch.full_like(self.start(), rank) if self.start_is_rank else self.start()
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
     def inner_optimizer(self):
+        """Return the class of the inner optimizer, and its arguments."""
         return torch.optim.SGD, {"lr": self.lr}
 
     def loss(self, model, number, rank):
+        """Return the sum of parameter · gradient, whose derivatives are the gradients. All batches have the same."""
         params_and_grads = list(zip(model, self.grad(rank).split(self.numels)))
         if self.reverses and rank == 1:
             params_and_grads.reverse()  # autograd begins with the product that was computed last
         return sum((param * grad).sum() for param, grad in params_and_grads)
 
     def factors(self):
-        """Return by how many mean gradients an element may have moved.
+        """Return the right numbers of mean gradients, times lr, by which an element may have moved after all steps.
 
-        Without zero_grad() step 2 adds its gradient to step 1's, as in torch (1 + 2), or step 1 uses it up (1 + 1).
+        Two steps without zero_grad() move it by 3 where gradients add up, as in torch: by 1, then by 1 + 1. They move
+        it by 2 where step 1 uses its gradient up. Both are right.
         """
         return [self.steps] if self.zeroes else [2, 3]
 
     def expected(self, d):
-        """Return in a sentence what is right on d ranks."""
-        mean_move = self.lr * Combination(range(d), d).value()  # of a parameter whose scale is 1
+        """Return in a sentence what is right on d ranks, for the learner."""
+        mean_move = self.lr * Combination(range(d), d).value()  # how far a step moves a parameter whose scale is 1
         if len(set(self.scales)) > 1:
             moves = f"{', '.join(f'{mean_move * scale:.3g}' for scale in self.scales)} of the parameters"
         elif self.zeroes:
@@ -152,17 +166,17 @@ class ByHand(Run):
 
 
 def check_movement(run, ranks, has_finish, play_again):
-    """Raise Wrong unless every element is where `run` takes it, and no collective is in flight.
+    """Raise Wrong, a verdict, unless every element is where `run` takes it, and no collective is in flight.
 
     ranks: the Seen of each rank. has_finish: whether the optimizer has finish_param_sync(). play_again: a function that
-    plays another ByHand and returns the Seen of each rank, or None.
+    plays another ByHand on the ranks, and returns the Seen of each; None if a rank fails.
     """
     came, cause = Movement(run, ranks, play_again).explanation() or ("", "")
     expected = run.expected(len(ranks)) if came else "every collective has arrived when a step ends"
     for rank, seen in enumerate(ranks):
         if seen.never_awaited:
             in_flight = f"rank {rank} has not waited for {counted(seen.never_awaited)} when its step ends"
-            if place := seen.never_awaited[0].place:  # "file:line"
+            if place := seen.never_awaited[0].place:  # "file:line" of the call; "" if it isn't in the learner's code
                 in_flight += f" ({place})"
             raise Wrong(expected, f"{came}\n{shorten(in_flight)}", NOT_FINISHED if has_finish else NOT_AWAITED)
     if came:
@@ -170,12 +184,12 @@ def check_movement(run, ranks, has_finish, play_again):
 
 
 class Content(NamedTuple):
-    """Says in `text` what an element holds. {} stands for another element, whose index is greater by `shift`."""
+    """Says in `text` what an element holds. {} in it stands for another element, whose index is greater by `shift`."""
     text: str
     shift: int = 0
 
 
-RIGHT = Content("")  # of an element that isn't wrong
+RIGHT = Content("")  # stands for what an element holds that isn't wrong
 
 
 def near(a, b):
@@ -184,9 +198,10 @@ def near(a, b):
 
 
 class Movement:
-    """Explains where the elements of all ranks are after the steps of a ByHand. The arguments are check_movement's.
+    """Explains why elements are wrong after the steps of a ByHand. run, ranks, play_again: as in check_movement.
 
-    Several methods explain elements. They return (what came, the likely cause), or None if they have no explanation.
+    An element has moved if its value isn't that of the start. The methods that explain elements each know one kind of
+    mistake. They return (in words what came, the likely cause), or None if the elements don't show their kind.
     """
 
     def __init__(self, run, ranks, play_again):
@@ -194,17 +209,17 @@ class Movement:
         self.ranks = ranks
         self.play_again = play_again
         self.d = len(ranks)
-        # Of each element (numel,):
+        # One value for each element (numel,):
         self.start = run.start()
         self.mean_grad = torch.stack([run.grad(rank) for rank in range(self.d)]).mean(dim=0)
         self.right_move = run.lr * self.mean_grad  # what one step should take away
         self.due = self.start - self.right_move  # the right values after one step
-        # Of each rank and element (d, numel):
+        # One value for each rank and element (d, numel):
         self.end = torch.stack([seen.snapshots[-1] for seen in ranks])  # the values after the last step
         self.stays = near(self.end, self.start)  # where an element has not moved
         self.is_wrong = ~self.stays & ~near(self.end, self.due)
         self.moves = self.start - self.end  # what the steps have taken away
-        self.ratios = self.moves / self.right_move  # by how many mean gradients an element has moved
+        self.ratios = self.moves / self.right_move  # by how many mean gradients, times lr, an element has moved
 
     def explanation(self):
         """Explain elements that are wrong after all steps; return None if all are right."""
@@ -213,18 +228,21 @@ class Movement:
                 return None
         if self.stays.all():
             return self.nothing_moved()
-        # An earlier check, in which all ranks have one order, has passed. In this run alone the scales differ.
+        # In an earlier check all ranks have computed their gradients in the same order, and it has passed. So the order
+        # is the cause. Only in this run the scales differ, so that a gradient of another parameter shows.
         if self.run.reverses:
             return self.moved_by_rank(), ORDER
+        # The first method that returns an explanation decides.
         return (self.moved_alike() or self.added_to_parameters() or self.combined() or self.decoded()
                 or self.not_moved() or (self.moved_by_rank(), UNKNOWN))
 
     def nothing_moved(self):
-        """Explain why no element has moved."""
+        """Explain why no element has moved on any rank."""
+        # {rank: copies of tensors that were made when its inner optimizer had stepped}, if one has stepped there.
         inner_steps = {rank: seen.inner for rank, seen in enumerate(self.ranks) if seen.inner}
         listed = []
         for rank, inner in inner_steps.items():
-            moved = ~near(inner.model, self.start)
+            moved = ~near(inner.model, self.start)  # the elements of the model that had moved at that moment
             if moved.any():
                 listed.append(f"rank {rank} elements {spans(moved)}")
         if listed:
@@ -241,12 +259,12 @@ class Movement:
         return "nothing has moved, on any rank", self.comes_late() or NOTHING[kind]
 
     def moved_alike(self):
-        """Explain elements all of which have stayed, or have moved by one multiple of the mean gradient."""
+        """Explain elements that have all moved by the same multiple of the mean gradient, but for those that stay."""
         ratios = self.ratios[~self.stays]
         factor = ratios[0].item()
         is_right = any(abs(factor - right) < 1e-3 for right in self.run.factors())
         is_alike = ratios.isfinite().all() and torch.allclose(ratios, ratios[:1], rtol=1e-3)
-        if is_right or not is_alike:
+        if is_right or not is_alike:  # if it is right, only elements that stay are wrong
             return None
         text = f"{factor * self.right_move[0]:.3g} wherever it has moved: {factor:.3g} times the mean gradient"
         for cause, known in self.known_factors(factor):
@@ -256,28 +274,34 @@ class Movement:
         return text, combination.cause(self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
-        """Yield (cause, number of mean gradients by which elements then move), the likeliest first."""
-        if not self.run.zeroes:  # step 1 moves by the mean; step 2 by (the mean on its owner + all gradients) / d
+        """Yield (cause, by how many mean gradients elements move by this cause), the likeliest cause first.
+
+        factor: by how many mean gradients they have moved.
+        """
+        # Step 1 moves elements by the mean gradient. Step 2 averages again what ranks have: the owner has the mean and
+        # its gradient, the others their gradients. So it moves elements by (mean + d · mean) / d.
+        if not self.run.zeroes:
             yield AVERAGED_AGAIN, 1 + (1 / self.d + 1)
         yield ALMOST, 1
         yield DEFAULTS, TORCH_LR / self.run.lr
         has_right_grads = all(seen.inner and abs(seen.inner.grads.mean() / self.mean_grad.mean() - 1) < 1e-3
                               for seen in self.ranks)
-        if self.run.steps == 1 and has_right_grads:  # then the lr explains any factor
+        if self.run.steps == 1 and has_right_grads:  # then only the lr can be wrong, which explains any factor
             yield "the inner optimizer has the right gradients, and another lr than the constructor's", factor
-        yield "step against the gradient", -1
+        yield "step against the gradient", -1  # where gradients have the wrong sign
 
     def combined(self):
-        """Explain wrong elements that have moved by a combination of the ranks' gradients other than their mean."""
+        """Explain wrong elements that have moved by a Combination of the ranks' gradients that isn't their mean."""
         places = self.is_wrong.nonzero().tolist()  # [rank, element]
         combinations_by_place = [combination_of(self.ratios[rank, index], self.d) for rank, index in places]
         if not places or None in combinations_by_place:
             return None
         first = combinations_by_place[0]
-        if len(set(combinations_by_place)) > 1:
+        if len(set(combinations_by_place)) > 1:  # the elements have moved by different combinations
             is_own = all(combination.is_one_gradient() for combination in combinations_by_place)
             return self.moved_by_rank(), NOT_AVERAGED if is_own else first.cause(self.d)
         ranks = sorted({rank for rank, _ in places})
+        # All wrong elements have moved by the same combination.
         where = "every rank" if len(ranks) == self.d else f"rank {', '.join(map(str, ranks))}"
         rank, index = places[0]
         return (f"elements {spans(self.is_wrong.any(dim=0))} have moved by {self.moves[rank, index]:.3g} on {where}: "
@@ -292,28 +316,30 @@ class Movement:
         return shorten(f"moved by {'; '.join(listed)}")
 
     def added_to_parameters(self):
-        """Explain a step 2 whose gradients were added to parameters, which step 1 left in the gradients' memory."""
+        """Explain a step 2 whose gradients were added to parameters, because step 1 has left these in a buffer."""
+        # After step 1 the parameters are self.due. In step 2 they are also what the gradients are added to.
         after_step_2 = self.due - self.run.lr * (self.due + self.mean_grad)
         if self.run.zeroes or not near(self.end[0], after_step_2).all():
             return None
         return "step 2 moved every element by lr × (gradient + parameter)", USED_UP
 
     def decoded(self):
-        """Explain wrong elements by what they hold, on the first rank that has some."""
+        """Explain wrong elements by what they hold, on the first rank that has wrong elements."""
         if not self.is_wrong.any():
             return None
-        rank = self.is_wrong.any(dim=1).nonzero()[0].item()  # the first
+        rank = self.is_wrong.any(dim=1).nonzero()[0].item()  # the first such rank
         values = self.end[rank]
         is_wrong = self.is_wrong[rank]
         is_finite = values.isfinite()
         if not is_finite.all():
             return (f"in elements {spans(~is_finite)}: {values[~is_finite][0]:g}",
                     "memory that nobody has written, 0 / 0, or a gradient too large for 16 bits of fp16 (65,504)")
-        where = "" if near(self.end, values).all() else f" on rank {rank}"
+        where = "" if near(self.end, values).all() else f" on rank {rank}"  # "": all ranks have the same values
         for name, gradient in (("mean", self.mean_grad), ("summed", self.mean_grad * self.d)):
             if near(values, gradient)[is_wrong].all() and is_wrong.sum() > 1:
                 return (f"in elements {spans(is_wrong)}: the {name} gradient{where}",
                         "a gradient was taken for a parameter: copy what was stepped")
+        # For each element its Content: RIGHT if it isn't wrong, None if nothing explains it.
         contents = [self.content(index, value) if is_wrong[index] else RIGHT for index, value in enumerate(values)]
         if None in contents:
             return None
@@ -326,11 +352,11 @@ class Movement:
         return shorten("; ".join(words)) + where, PADDED if is_padded else MISPLACED
 
     def content(self, index, value):
-        """Return the Content of an element that has this value, or None if the value is unknown."""
+        """Return the Content of the wrong element `index`, which has this value; None if nothing explains the value."""
         if abs(value) < 1e-9:
             return Content(PADDING)
         for text, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
-            same = near(values, value).nonzero()
+            same = near(values, value).nonzero()  # the indices of elements for which this would be right
             if len(same):
                 return Content(text, shift=same[0].item() - index)
         return None
@@ -339,6 +365,7 @@ class Movement:
         """Explain elements that have not moved, on some ranks or on all."""
         if not self.stays.any():
             return None
+        # "" here: they never move, though messages follow the inner optimizer's step. Then the cause is found below.
         cause = self.comes_late() if any(seen.after_inner for seen in self.ranks) else TOO_EARLY
         stays_everywhere = self.stays.all(dim=0)
         if stays_everywhere.any():
@@ -346,41 +373,53 @@ class Movement:
                     cause or "nobody owns these parameters, or their gradients have not arrived")
         listed = [f"elements {spans(stays)} on rank {rank}" for rank, stays in enumerate(self.stays) if stays.any()]
         if not cause:
+            # Whether on each rank the elements that stay are its own, which its inner optimizer has stepped in copies.
             is_stepped = all(self.has_stepped(seen, stays) for seen, stays in zip(self.ranks, self.stays))
             cause = STALE if is_stepped else NOT_RECEIVED
         return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
 
     def comes_late(self):
-        """Return the cause if elements that have not moved will move later; "" if they never do."""
-        for cause, run in ((LATE, replace(self.run, settles=True)),
-                           (ONE_STEP_OLD, replace(self.run, steps=self.run.steps + 1))):
+        """Return the cause if elements that have not moved will move later; "" if they never do.
+
+        This plays two other runs: one that waits before it looks at the parameters, and one that has a step more.
+        """
+        waiting = replace(self.run, settles=True)
+        longer = replace(self.run, steps=self.run.steps + 1)
+        for cause, run in ((LATE, waiting), (ONE_STEP_OLD, longer)):
             ranks = self.play_again(run)
             if ranks and all(near(seen.snapshots[-1], self.due)[stays].all() for seen, stays in zip(ranks, self.stays)):
                 return cause
         return ""
 
     def has_stepped(self, seen, stays):
-        """Return whether a rank's inner optimizer has stepped all of the elements that have stayed in the model."""
-        own = seen.inner.own if seen.inner else torch.zeros(0)
+        """Return whether a rank's inner optimizer has stepped all elements that have not moved in the rank's model.
+
+        seen: the rank's. stays: a mask of the elements that have not moved.
+        """
+        own = seen.inner.own if seen.inner else torch.zeros(0)  # the inner optimizer's parameters after its step
         is_stepped = near(self.due[:, None], own).any(dim=1)  # for each element: whether its due value is among `own`
         return is_stepped[stays].all()
 
 
 def stretches(contents):
-    """Yield (content, first index, last index) of neighbours in a list that are equal, which groupby() joins."""
-    for content, group in itertools.groupby(range(len(contents)), key=contents.__getitem__):
-        indices = list(group)
-        yield content, indices[0], indices[-1]
+    """Yield (content, first index, last index) for each stretch of equal neighbours in a list."""
+    first = 0
+    for content, group in itertools.groupby(contents):
+        last = first + len(list(group)) - 1
+        yield content, first, last
+        first = last + 1
 
 
 def interval(first, last):
+    """Return "3-5", or "3" if both are 3."""
     return f"{first}-{last}" if first < last else f"{first}"
 
 
 def elements(first, last):
+    """Return "elements 3-5", or "element 3"."""
     return f"element{'s' if first < last else ''} {interval(first, last)}"
 
 
 def spans(mask):
-    """Return the indices that are set in a mask (n,), as "0-3, 8"."""
+    """Return in words the indices where a mask (n,) is True: "0-3, 8"."""
     return ", ".join(interval(first, last) for is_set, first, last in stretches(mask.tolist()) if is_set)

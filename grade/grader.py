@@ -142,8 +142,8 @@ def failure(error, reports_by_rank, raised, cause_of_error):
             came += f"\nin {report.place}"
         if not culprits:  # gloo alone has raised, for example because ranks call different collectives
             return "no exception", came, cause_of_error or parting or UNKNOWN
-        known = [cause for part, cause in KNOWN_ERRORS.items() if part in report.text]
-        return "no exception", came, known[0] if known else cause_of_error
+        known_cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in report.text), cause_of_error)
+        return "no exception", came, known_cause
     if has_died:
         dead = int(error.split()[1])  # "rank 1 ended with exit code 0"
         latest = latest_collective(reports_by_rank[dead])

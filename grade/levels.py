@@ -237,7 +237,8 @@ def sends_and_holds(grader):
 
     On two ranks alone, a package that gathers every rank's gradients on every rank would pass.
     """
-    for d, with_ranks in ((4, "with 4 ranks, "), (2, "")):
+    for d in (4, 2):
+        with_ranks = "with 4 ranks, " if d == 4 else ""
         seen = play_on(grader, EIGHT_LAYERS, d)[0]
         units = units_sent(seen.entries, d)
         sent = sum(units.values())
@@ -358,7 +359,7 @@ LEVELS = {  # level -> (title, Checks); each Check: its printed name, its functi
               cause_of_error=UNUSED, optimizer="AdamW", unused=True, steps=4),
         Check("clip_grad_norm_ equals torch's on the whole model", trains, "is_whole", groups=True,
               max_norms=(0.05, 100.0, 0.05)),
-        Check("state_dict() and load_state_dict() go on where they left off", trains, "is_whole", d=2,
+        Check("state_dict() and load_state_dict() go on where they left off", trains, "is_whole",
               optimizer="AdamW", steps=4, resume=True, schedule="lr"),
         Check("the same, with parameters of 16 bits", resumes_in_16_bits, "is_whole"),
     ]),

@@ -30,7 +30,7 @@ class OneProcess:
     """
 
     def used(self, now, start, last):
-        """Return hyperparameters with which a group is stepped, {name: value}. Those that are left out stay as they are.
+        """Return hyperparameters with which a group is stepped, {name: value}. Others stay as they are in the group.
 
         now, start, last: the group as it is in param_groups, as it was in the constructor, and as it was in the step
         before. "last_lr" in `now` is the lr of this step, for the time after the scheduler has written another lr.
@@ -104,7 +104,7 @@ def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
     """Return the Seen of one process that has the batches of all `ranks`. It makes a mistake if arguments follow.
 
     settings: {field of `run`: value that it has in the mistake}. methods: functions that the mistake puts in place of
-    methods of OneProcess. weight: a function of (d, how many micro-batches a step has, step, number of the micro-batch).
+    methods of OneProcess. weight: a function of (d, number of micro-batches in a step, step, micro-batch's number).
     It returns the factor by which the mistake multiplies the loss of this micro-batch, and so its gradients.
     """
     run = replace(run, **dict(settings))

@@ -21,11 +21,11 @@ def reduce_scatter(parts):
     """Return the part (n,) that this rank owns, summed over the ranks. parts: (d, n) of this rank, left unchanged."""
     rank = dist.get_rank()
     d = dist.get_world_size()
-    total = parts[(rank - 1) % d]
+    total = parts[(rank - 1) % d]  # a part, summed over the ranks that it has been on
     for turn in range(1, d):
         received = torch.empty_like(total)
         exchange(total, received)
-        total = received + parts[(rank - 1 - turn) % d]
+        total = received + parts[(rank - 1 - turn) % d]  # in the last turn this is part `rank`
     return total
 
 
@@ -34,7 +34,7 @@ def all_gather(part):
     rank = dist.get_rank()
     d = dist.get_world_size()
     gathered = part.new_empty(d, len(part))
-    gathered[rank] = part
+    gathered[rank] = part  # in each turn a rank sends on what it has received in the turn before
     for turn in range(d - 1):
         exchange(gathered[(rank - turn) % d], gathered[(rank - turn - 1) % d])
     return gathered

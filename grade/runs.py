@@ -298,6 +298,7 @@ class Training:
         seen = self.seen
         seen.entries = self.entries[self.step_start :]
         seen.n_in_backward = self.backward_stop - self.step_start
+        # Without a step of an inner optimizer: whatever began after the backward passes.
         updated = self.backward_stop if self.inner_step_stop is None else self.inner_step_stop
         seen.after_inner = self.entries[updated:]
         # A send and a barrier have no result that anybody needs to wait for.
@@ -309,9 +310,8 @@ class Training:
 
         This is a function of its own so that its variables, which hold tensors, are gone when memory is counted.
         """
-        inner = self.stepped
-        if len(inner) > 1:
-            inner = inner - {self.optimizer}  # the outer optimizer's `state` may be that of the inner one
+        # The outer optimizer's `state` may be that of the inner one, so it counts only if no inner one has stepped.
+        inner = self.stepped - {self.optimizer} or self.stepped
         moments = []
         for optimizer in inner:
             for state in optimizer.state.values():
