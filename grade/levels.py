@@ -172,7 +172,7 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
             "a step changes their state",
             "a seed or a draw in step() repeats or shifts what the model draws: use a generator of your own")
     n_calls = ranks[0].n_in_no_sync
-    require(n_calls == 0, "no communication inside no_sync()", f"{n_calls} collectives in {run.steps} steps",
+    require(not n_calls, "no communication inside no_sync()", f"{n_calls} collectives in {run.steps} steps",
             "gradients must stay on their rank until a backward pass outside of it, or step()")
     return lines
 
@@ -191,15 +191,15 @@ def resumes_in_16_bits(grader):
 def state(grader, d=2):
     """Check that each element of AdamW's two moments exists on one rank alone, and so on no rank all of them."""
     n_held = [seen.n_state for seen in play_on(grader, EIGHT_LAYERS, d)]  # for each rank its elements that aren't 0
-    whole = 2 * NUMEL
+    whole = 2 * NUMEL  # elements of both moments
     total = sum(n_held)
     shares = ", ".join(f"{n / whole:.0%} on rank {rank}" for rank, n in enumerate(n_held))
-    once = f"AdamW's state exists once, about 1/{d} on each rank"
+    expected = f"AdamW's state exists once, about 1/{d} on each rank"
     cause = "some parameters are stepped on several ranks, or padding isn't zero"
     if min(n_held) >= whole:
         cause = "every rank steps every parameter: give the inner optimizer only what this rank owns"
-    require(total <= whole, once, f"{total - whole} of its {whole} elements more than once: {shares}", cause)
-    require(total >= whole, once, f"{whole - total} of its {whole} elements on no rank: {shares}",
+    require(total <= whole, expected, f"{total - whole} of its {whole} elements more than once: {shares}", cause)
+    require(total >= whole, expected, f"{whole - total} of its {whole} elements on no rank: {shares}",
             "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
     lines = [f"state      {shares}"]
     if max(n_held) > whole / d + 2 * LARGEST_NUMEL:  # more than parameters of that size explain
@@ -228,8 +228,9 @@ def cause_of_excess(units):
     """Return the likely cause of too many units, by the kind of collective that exceeds its sufficient units most."""
     excess = {kind: units[kind] - sufficient for kind, (sufficient, _) in SUFFICIENT.items()}
     kind = max(excess, key=excess.get)
-    # The learner has read "3 · 4Ψ · (d-1)/d bytes": "of them" are these units.
-    return SUFFICIENT[kind][1] if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
+    _, cause = SUFFICIENT[kind]
+    # "of them" are units: the learner has read "3 · 4Ψ · (d-1)/d bytes".
+    return cause if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
 
 
 def sends_and_holds(grader):
@@ -237,11 +238,11 @@ def sends_and_holds(grader):
 
     On two ranks alone, a package that gathers every rank's gradients on every rank would pass.
     """
-    for d in (4, 2):
+    for d in 4, 2:
         with_ranks = "with 4 ranks, " if d == 4 else ""
         seen = play_on(grader, EIGHT_LAYERS, d)[0]
         units = units_sent(seen.entries, d)
-        sent = sum(units.values())
+        sent = units.total()
         # gloo does a reduce-scatter as an all-reduce, which sends twice the bytes of NCCL's reduce-scatter.
         sent_on_nccl = sent - units["reduce_scatter"] / 2
         collectives = counted(seen.entries)
@@ -281,6 +282,7 @@ def first_layer_waits(grader):
     """Check that after prefetch_params() the first layer computes before the last message of parameters has arrived."""
     seen = play_on(grader, replace(EIGHT_LAYERS, prefetch=True, steps=3))[0]
     waited = seen.first_layer_waited  # for each message, in order of sending: whether the first layer has waited for it
+    # `waited` is empty if the package sends nothing after the inner optimizer's step.
     cause = "send first the parameters that the forward pass reads first: the last bucket of the backward pass"
     if all(waited):
         cause = "a module waits for its own parameters alone: module.parameters(recurse=False)"
@@ -313,7 +315,7 @@ def follows_loaded(grader):
 def sends_in_backward(grader):
     """Check that messages are sent in the background: some are in flight when the last gradient is computed."""
     n_messages = play_on(grader, EIGHT_LAYERS)[0].n_in_flight
-    require(n_messages > 0, "some messages are in flight when the last gradient is computed", "none is")
+    require(n_messages, "some messages are in flight when the last gradient is computed", "none is")
     return [f"in flight  {n_messages} messages when the last gradient is computed"]
 
 

@@ -30,6 +30,7 @@ from harness.ranks.workers import event
 
 # A package has one of these classes: a whole optimizer, or else a core, which may lack some of METHODS.
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"
+# Methods that a check may call. `look` notes which of them the class lacks.
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
 # Folders of the grader's own code, whose lines are never shown as the place of a mistake.
@@ -206,13 +207,13 @@ def ready(rank):
     """Do nothing. The grader calls this to start ranks in advance: when it runs, they have met."""
 
 
-def plays(candidate, module, test):
-    """Run the test of that name in `module` on this rank, with the learner's package as its argument `stage`.
+def plays(candidate, module, name):
+    """Run the test `name` of `module` on this rank, with the learner's package as its argument `stage`.
 
     play_situations calls the test with each combination of the other arguments that its decorator gives.
     """
     play_situations = importlib.import_module("tests.common").play_situations  # imported here, because it needs pytest
-    play_situations(candidate.worker, module, test, {"stage": candidate.package})
+    play_situations(candidate.worker, module, name, {"stage": candidate.package})
 
 
 def look(candidate):

@@ -142,7 +142,8 @@ class InnerStep(NamedTuple):
 @dataclass
 class Seen:
     """Holds what was noted on one rank in a Run. Training fills it. A collective is an entry of the ledger."""
-    # All parameters (numel,), after the constructor and after each step. With `prefetch` those of between are left out.
+    # All parameters (numel,), after the constructor and after each step. A run with prefetch has the first and the last
+    # alone, and a run that counts_memory has the last.
     snapshots: list = field(default_factory=list)
     norms: list = field(default_factory=list)  # what clip_grad_norm_ has returned in each step
     inner: InnerStep = None  # the inner optimizer's first step; None: no inner optimizer has stepped
@@ -173,7 +174,7 @@ class Training:
         self.run = run
         self.ranks = ranks
         self.weight = weight
-        self.entries = candidate.entries
+        self.entries = candidate.entries  # the ledger's, which grows with each collective
         self.seen = Seen()
         self.stepped = set()  # the torch.optim.Optimizers that have stepped: note_step adds them
         # Indices in `entries`, which train() and note_step() set anew in each step:
@@ -243,10 +244,10 @@ class Training:
         if self.scheduler:
             self.scheduler.step()
         if run.prefetch and is_last:
-            self.optimizer.finish_param_sync()
+            self.optimizer.finish_param_sync()  # waits for all parameters
         # After prefetch_params() the model gets some parameters in the next forward pass only, so they aren't read yet.
-        is_whole = is_last or not run.prefetch
-        if is_whole and not run.counts_memory:
+        have_arrived = is_last or not run.prefetch
+        if have_arrived and not run.counts_memory:
             self.keep_params()
 
     def keep_params(self):
