@@ -117,8 +117,8 @@ def drill_of(text):
     first_line, *lines = diff.splitlines(keepends=True)
     path, *stage = first_line.split()  # `stage` is a list of one name, or of none
     is_guarded = bool(stage)
-    # texts: from the title to the answer, in the order of Drill's fields. A line of the diff begins with " " if `before`
-    # and `after` both have it, with "-" if only `before` has it, and with "+" if only `after` has it.
+    # texts: from the title to the answer, in the order of Drill's fields. A diff's line begins with " " if `before` and
+    # `after` both have it, with "-" if only `before` has it, and with "+" if only `after` has it.
     return Drill(*texts, stage[0] if is_guarded else Path(path).parent.name, is_guarded,
                  file=path if path.startswith("guard/") else Path(path).name,
                  before="".join(line[1:] for line in lines if line[0] in " -"),

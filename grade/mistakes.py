@@ -69,16 +69,18 @@ class OneProcess:
         self.last = self.start  # copies of the groups as they were in the step before
 
     def params(self):
+        """Return all parameters, in the order of the groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def step(self):
+        """Step each group with the hyperparameters that `used` returns, and then put its own back."""
         current = [{**group, "last_lr": group["lr"]} for group in self.param_groups]
         for group, now, start, last in zip(self.param_groups, current, self.start, self.last):
             group.update(self.used(now, start, last))
         self.before_step()
         super().step()
         for group, now in zip(self.param_groups, current):
-            group.update(now)  # the mistake is no longer in param_groups, where schedulers read
+            group.update(now)  # so a scheduler reads the right ones
         self.last = current
 
     def zero_grad(self, set_to_none=True):
@@ -109,7 +111,7 @@ def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
     """
     run = replace(run, **dict(settings))
     d = len(ranks)
-    # A class derived from OneProcess and torch's optimizer, whose methods are those of the mistake where it has some.
+    # A class derived from OneProcess and from the run's optimizer class, with the methods of the mistake.
     cls = type("Mistaken", (OneProcess, run.inner_optimizer()[0]), {"d": d, **methods})
     return play(Candidate(cls, rank=0, entries=[]), run, ranks, functools.partial(weight, d, run.micro_batches))
 
@@ -123,6 +125,7 @@ def each_alone(run, d):
 
 
 def norm_of_the_step_before(self):
+    """Return the norm of the step before. In the first step there is none, so return the right one."""
     norm = norm_of(self.params())
     norm_before = getattr(self, "norm_before", norm)
     self.norm_before = norm
@@ -130,6 +133,7 @@ def norm_of_the_step_before(self):
 
 
 def moments_in_16_bits(self):
+    """Round AdamW's two moments to 16 bits, in place."""
     for state in self.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name].copy_(state[name].bfloat16())
@@ -165,10 +169,12 @@ def own_value(self, param, set_to_none):
 
 
 def step_is_0(self, saved):
+    """Return AdamW's state with 0 as each parameter's number of steps."""
     return {"state": {key: {**state, "step": torch.zeros(())} for key, state in saved["state"].items()}}
 
 
 def lr_of_the_last_step(self, saved):
+    """Return the groups, each with the lr of its last step. A scheduler has written another lr since."""
     return {"param_groups": [{**group, "lr": group["last_lr"]} for group in saved["param_groups"]]}
 
 
