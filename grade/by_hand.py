@@ -46,7 +46,7 @@ NOT_FINISHED = "step() waits for the parameters by finish_param_sync(), unless p
 PADDED = "padding was taken for parameters: shard r begins at r · the longest length, and ends after its own length"
 MISPLACED = "packing and cutting disagree on order or length, or a rank calls its collectives in another order"
 
-TORCH_LR = 1e-3  # the default of torch's optimizers
+TORCH_LR = 1e-3  # torch's default lr, with which an inner optimizer steps that gets no lr
 PADDING = "0, as padding is"  # in words, what an element holds that is 0
 BASE = 7  # rank r's gradient is 7^r
 # By these a package may have divided a sum of gradients: by the number of ranks, 2 or 3, or by the product of two such.
@@ -63,9 +63,11 @@ class Combination(NamedTuple):
         return sum(BASE**rank for rank in self.ranks) / self.divisor
 
     def is_one_gradient(self):
+        """Return whether the combination is just one rank's gradient."""
         return len(self.ranks) == 1 and self.divisor == 1
 
     def in_words(self):
+        """Return, for example, "the gradients of ranks 0, 1, added and divided by 4"."""
         words = f"rank {self.ranks[0]}'s gradient"
         if len(self.ranks) > 1:
             words = f"the gradients of ranks {', '.join(map(str, self.ranks))}, added"
@@ -109,7 +111,7 @@ def combination_of(ratio, d):
 class ByHand(Run):
     """Describes a run that begins with elements 0, 1, 2, …. Rank r's gradient of parameter k is 7^r · scales[k].
 
-    It replaces the model, loss and optimizer of Run, whose fields it has, too; grade/runs.py has comments on them.
+    It has all fields of Run (grade/runs.py says what they mean), but a model, a loss and an optimizer of its own.
     """
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)  # for each parameter its number of elements
@@ -171,7 +173,7 @@ def check_movement(run, ranks, has_finish, play_again):
     ranks: the Seen of each rank. has_finish: whether the optimizer has finish_param_sync(). play_again: a function that
     plays another ByHand on the ranks, and returns the Seen of each; None if a rank fails.
     """
-    came, cause = Movement(run, ranks, play_again).explanation() or ("", "")
+    came, cause = Movement(run, ranks, play_again).explanation() or ("", "")  # "" if every element is right
     expected = run.expected(len(ranks)) if came else "every collective has arrived when a step ends"
     for rank, seen in enumerate(ranks):
         if seen.never_awaited:

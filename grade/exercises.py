@@ -38,6 +38,7 @@ def bodies():
         by_file = {}
         for file in files:
             path, *functions_and_hints = file.split("\n  - ")
+            # Each of functions_and_hints is "function: hint".
             by_file[path.strip()] = dict(text.strip().split(": ", 1) for text in functions_and_hints)
         by_exercise[exercise.strip()] = by_file
     return by_exercise
@@ -135,6 +136,7 @@ def files_of_drill(number):
     drill = drills()[number]
     files = files_of(drill.stage, with_checkpoint=False)
     if not drill.is_guarded:
+        # CORE has the names of the files that a core may have.
         core = {name: text for name, text in files.items() if name in CORE}
         files = {"__init__.py": "", **core}
     if files[drill.file].count(drill.before) != 1:
