@@ -47,7 +47,7 @@ def package_of(stage):
 
 
 def files_of(package, folder=""):
-    """Return the Python files whose change changes `package`, which lies in `folder`; [] if `package` doesn't exist.
+    """Return the Python files of `package` in `folder`, which --watch watches; [] if there is no such package.
 
     A package has all files below its folder. For a module that lies in a package, these are all files of its folder,
     because the module may import the others. For any other module it is the module's own file.
@@ -69,7 +69,7 @@ def when_saved(package):
 
 def watch(package, args):
     """Grade at each save, on ranks that were started before the save. Ctrl-C ends this."""
-    from grade import report
+    from grade import report  # these load torch, which takes seconds
     from grade.grader import Grader
 
     graded = None  # what when_saved() has returned for the files that were graded last; None: nothing was graded yet
@@ -112,7 +112,7 @@ def main():
     start_forkserver(("torch._dynamo", "grade.on_ranks"))
     if args.watch:
         return watch(package, args)
-    from grade import report
+    from grade import report  # these load torch, which takes seconds
     from grade.grader import Grader
 
     grader = Grader(package)

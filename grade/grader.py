@@ -82,7 +82,7 @@ class Grader:
             return wrong
 
     def start(self):
-        """Start the ranks that level 1 needs, before there is a package. They import it later, when a check runs."""
+        """Start the ranks that level 1 needs, in advance. They import the package later, when a check runs."""
         for world_size in (2, 3, 4):
             self.workers_of(world_size).run(on_ranks.ready)
 
