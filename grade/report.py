@@ -1,7 +1,8 @@
 """Prints the verdict on a learner's package, and which command comes next.
 
-The verdict names check after check, by levels, up to the first that fails. A drill is a copy of a stage with a fault,
-which the learner has to find and mend (grade/exercises.py). For a drill the verdict is that it is mended, or a hint.
+The verdict names check after check, by levels, up to the first that fails. A stage is one of the four
+optimizers of this repository. A drill is a copy of a stage with a fault, which the learner has to find and mend
+(grade/exercises.py). For a drill the verdict is that it is mended, or a hint.
 
 A check that fails gives a Wrong, whose `lines` are (first word, rest) of each line to print: what was expected, what
 came instead, the likely cause. A Grader runs checks on several processes, the ranks. Its `facts` say what the class
@@ -152,7 +153,7 @@ def grade(grader, args):
     """
     try:
         facts = grader.facts
-    except Wrong as wrong:  # the package ends or hangs when it is imported
+    except Wrong as wrong:  # the import of the package raises an error, ends its process or hangs
         came = wrong.came.replace("\n", " ")
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
@@ -162,6 +163,7 @@ def grade(grader, args):
     levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
     if number:
         is_right = mends(number, grader, args.hint)
+    # checks_of returns (title, Checks): if no level has Checks, `only` is in no name.
     elif args.only and not any(checks_of(level, grader, args.only)[1] for level in levels):
         print(f"grade: error: --only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name",
               file=sys.stderr)
