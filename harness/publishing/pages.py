@@ -15,7 +15,7 @@ already, so a measurement that was interrupted goes on where it stopped. Keep th
 measure time.
 
 A row is a way to train a model, such as "ddp" or "stage 4 overlap", and its line in a table. A link is the network
-between the two emulated hosts. The core of a stage is its optimizer without checks: the code that the tutorial is about.
+between the two emulated hosts. The core of a stage is its optimizer without checks, the code that the tutorial shows.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def measure(head):
     print(f"commit {head}: about {sum(step.minutes for step in due):g} minutes", flush=True)
     for step in due:
         print(f"\n--- {step.name}", flush=True)
-        # The faults are measured by tests: pytest has many options, so the option of that file has a longer name.
+        # Faults are measured by tests. pytest has many options of its own, so that option has a longer name.
         option = "--faults-json" if step.file == "faults.json" else "--json"
         run([*shlex.split(step.command), option, str(tables.ROOT / "results" / step.file)])
 
@@ -112,7 +112,7 @@ def run(command):
         sys.exit(exit_code)
 
 
-# ------------------------------------------------------------------- Texts of blocks, which stand between marks of pages
+# --------------------------------------------------------------------- Texts of blocks, which stand between two marks
 
 
 def code(*texts):
@@ -251,7 +251,7 @@ def variants():
         """Return a function for `column`: it gets a row's name, and returns that row's cell of the table `key`."""
         return lambda row_name: sheet_with(row_name, key).cells(column_key)[row_name]
 
-    # The arguments of `column` are a title, a function {name of a row -> cell}, the source of the numbers, and a format.
+    # `column` gets a title, a function (name of a row -> cell), the source of the numbers, and their format.
     sheet = tables.sheet_of("", TAKE_IT_WHEN, {
         "idea": name_column(short_name, "idea"),
         "lines": column("lines", lines_of, "counted"),
@@ -260,7 +260,7 @@ def variants():
         "time": column("time, 300 Mbit/s", cell_of("times", "time"), "measured"),
         "when": name_column(TAKE_IT_WHEN.get, "take it when")})
     explained = [footnote for row_name in TAKE_IT_WHEN for footnote in sheet_with(row_name, "rows").footnotes
-                 if not footnote.startswith("~")]  # explains noisy times, and no time comes from the table "rows"
+                 if not footnote.startswith("~")]  # ~ marks times within the noise; no time here is of the table "rows"
     return tables.markdown(dataclasses.replace(sheet, footnotes=list(dict.fromkeys(explained))))
 
 
@@ -431,7 +431,7 @@ def main():
         measure(head)
     rewrite()
     if args.measure:
-        run(["-m", "show", "--pages"])  # writes docs/watch.html and its pictures, from training runs that it records
+        run(["-m", "show", "--pages"])  # writes docs/watch.html and the pictures of the chapters
 
 
 if __name__ == "__main__":
