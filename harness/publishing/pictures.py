@@ -233,7 +233,7 @@ def curve(links):
     for method, colour in zip(links[0]["curve"], CURVE_COLOURS):
         measured = [link for link in links if link["curve"][method] is not None]
         style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
-        if method == "floor":  # no measurement: the least time that the bytes take on the link
+        if method == "floor":  # calculated: no step is quicker than its computing alone, or its sending alone
             style |= {"linestyle": "--", "marker": ""}
         if method == "replicated":  # drawn broad and pale, because stage 3's line lies on this line
             style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
