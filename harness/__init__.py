@@ -1,4 +1,4 @@
-"""Starts ranks, trains, measures, and writes pages. The stages, which are the four optimizers, don't import this code.
+"""Starts ranks, trains, measures, and writes pages. The stages, which are four optimizers, work without this code.
 
 Each folder has one job. It imports only from folders above it in this list, and from outside of harness/.
 
@@ -20,7 +20,7 @@ STAGE_3 = "stage3_gradbuffer"
 STAGE_4 = "stage4_overlap"
 STAGES = STAGE_1, STAGE_2, STAGE_3, STAGE_4
 
-# Python has set argv[0] to "-m" while it looks for the module of `python -m harness.…`, which is about to run. From here
-# on, before the module loads torch, which takes seconds, Ctrl-C ends the program with one word.
+# Python has set argv[0] to "-m" while it looks for the module that `python -m harness.…` is about to run. From here on,
+# and so before the module loads torch, which takes seconds, Ctrl-C ends the program with one word.
 if sys.argv[0] == "-m":
     command_line.begin()
