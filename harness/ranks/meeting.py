@@ -22,9 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-# Imported before there is a process group. If it is imported later, default arguments of its functions hold the group
-# of that moment, and so keep the group alive after its end.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # imported later, its default arguments would hold, and keep alive, a group
 
 from guard.refuse import silence_torch
 from harness.ranks import command_line
@@ -90,8 +88,8 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
         old_threads = own_threads()  # those before gloo starts its threads
         substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
-        # With a device_id, torch lets NCCL connect at once. Where ranks share a GPU that may fail, so there NCCL connects
-        # later: in `can_communicate`, which catches the error.
+        # With a device_id, torch lets NCCL connect at once. That may fail where ranks share a GPU, so there NCCL
+        # connects later: in `can_communicate`, which catches the error.
         own_gpu = device if backend == "nccl" and not shares_gpu else None
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=substore, rank=rank,
                                 world_size=world_size, device_id=own_gpu)
@@ -323,7 +321,7 @@ def keep_freed_memory():
     """Let glibc keep the memory of freed tensors for later tensors, as torch's allocator for CUDA does.
 
     By default glibc gives large blocks back to Linux, which hands them out again page by page, after it has zeroed each
-    page. With the model "tiny" up to 35,000 page faults were counted in a step. Another run of the same program had few.
+    page. With the model "tiny" up to 35,000 page faults a step were counted, but not in every run of the same program.
     """
     M_TRIM_THRESHOLD = -1  # glibc gives memory back to Linux when so many bytes are free
     M_MMAP_THRESHOLD = -3  # glibc asks Linux for a block of its own, which is given back when freed, from this size on
