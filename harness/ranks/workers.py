@@ -131,7 +131,7 @@ class Workers(contextlib.AbstractContextManager):
         self.folder = tempfile.TemporaryDirectory()  # for the store, if it is a file; `kill` removes the folder
         # Ranks meet in a store, a small table that all of them read and write: in a file, or at a port of the parent.
         if self.enter:
-            place = str(Path(self.folder.name, "store"))  # emulated hosts don't share the parent's network, but its files
+            place = str(Path(self.folder.name, "store"))  # emulated hosts share the parent's files, but not its network
         else:  # a port, because the file would grow with each message, until the disk is full
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
             place = self.store.port
