@@ -45,9 +45,9 @@ TWO_HOSTS = "-m harness.measuring.two_hosts --rounds 2"  # arguments of python
 
 
 class Step(NamedTuple):
-    """A program to run, which measures and writes `file`."""
-    name: str  # what is printed before the program runs
-    minutes: float  # that the program takes on two cores
+    """A program that measures and writes `file`: a step on the way to new results, not a training step."""
+    name: str  # printed before the program runs
+    minutes: float  # how long the program takes on two cores
     file: str  # in results/
     command: str  # arguments of python
 
@@ -93,7 +93,7 @@ def measure(head):
 
     If a step's program fails, this program ends with the same exit code.
     """
-    due = [step for step in STEPS if not step.is_done(head)]
+    due = [step for step in STEPS if not step.is_done(head)]  # these are run; the others are listed as "there"
     for step in STEPS:
         status = f"{step.minutes:g} min" if step in due else "there"
         print(f"{status:>8}  {step.name} -> {step.file}")
@@ -144,11 +144,10 @@ def origin(files):
     """Return a line that says on which machine, with which torch, at which commit and when `files` were measured."""
     all_made = [load(file).made for file in files]
 
-    def each_once(field):
-        """Return all values of a field of `made`; a value that several files share is said once."""
+    def values(field):
+        """Return all values of a field of `made` as text. A value that several files share is said once."""
         return " and ".join(dict.fromkeys(getattr(made, field) for made in all_made))
-    return code(f"{each_once('machine')} · torch {each_once('torch')} · commit {each_once('commit')} · "
-                f"{each_once('date')}")
+    return code(f"{values('machine')} · torch {values('torch')} · commit {values('commit')} · {values('date')}")
 
 
 def settings():
@@ -158,7 +157,7 @@ def settings():
 
 
 def curve():
-    """Return the table of the curve: the time of a step by row, with a column for each link."""
+    """Return the table of the curve, which has a line for each row and a column for each link."""
     sheets = [load(name).sheets["curve"] for name in files_of_links(RATES)]
     return code(tables.sheet_text(beside(sheets[0].title, *sheets)))
 
@@ -232,6 +231,7 @@ def variants():
     many bytes a rank sends and holds, and how long a step takes.
     """
     def short_name(row_name):
+        """Return the name of the variant's file without .py; for a row of a stage, the name of the row."""
         return row_name.removeprefix("variants ")
 
     def lines_of(row_name):
@@ -259,9 +259,12 @@ def variants():
         "held": column("held", cell_of("rows", "bytes"), "counted", ".2f"),
         "time": column("time, 300 Mbit/s", cell_of("times", "time"), "measured"),
         "when": name_column(TAKE_IT_WHEN.get, "take it when")})
-    explained = [footnote for row_name in TAKE_IT_WHEN for footnote in sheet_with(row_name, "rows").footnotes
-                 if not footnote.startswith("~")]  # ~ marks times within the noise; no time here is of the table "rows"
-    return tables.markdown(dataclasses.replace(sheet, footnotes=list(dict.fromkeys(explained))))
+    footnotes = {}  # only its keys are used: a dict has each footnote once, and keeps their order
+    for row_name in TAKE_IT_WHEN:
+        footnotes |= dict.fromkeys(sheet_with(row_name, "rows").footnotes)
+    # ~ marks times that are within the noise. No times are taken from the tables "rows".
+    explained = [footnote for footnote in footnotes if not footnote.startswith("~")]
+    return tables.markdown(dataclasses.replace(sheet, footnotes=explained))
 
 
 # ---------------------------------------------------------------------------------------- All blocks, pictures, figures
@@ -376,14 +379,16 @@ def figures():
 
 def rewritten(text):
     """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
-    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
+    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"  # has no spaces beside its NAME, as a block's mark has
     texts = figures() if re.search(figure_in_prose, text) else {}
 
     def block_anew(mark):
+        """Return the block between its two marks. `mark`: a match, whose first group is the NAME."""
         name = mark[1]
         return f"<!-- report: {name} -->\n\n{BLOCKS[name]()}\n\n<!-- end -->"
 
     def figure_anew(mark):
+        """Return the figure between its two marks. `mark`: a match, whose first group is the NAME."""
         name = mark[1]
         return f"<!--{name}-->{texts[name]}<!--end-->"
 

@@ -126,12 +126,12 @@ def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
         marks: {mark: explanation}. The explanation becomes a footnote if a cell has that mark.
         row_key: a function that gets an object of `rows` and returns the row's key; by default that is its first cell.
     """
-    cells = [[to_fill.cell(row) for to_fill in columns.values()] for row in rows]
+    lines = [[to_fill.cell(row) for to_fill in columns.values()] for row in rows]  # a list of cells for each object
     with_keys = [dataclasses.replace(to_fill.column, key=key) for key, to_fill in columns.items()]
-    row_keys = [row_key(row) for row in rows] if row_key else [str(row_cells[0]) for row_cells in cells]
-    used_marks = {cell.mark for row_cells in cells for cell in row_cells if isinstance(cell, Marked)}
+    row_keys = [row_key(row) for row in rows] if row_key else [str(line[0]) for line in lines]
+    used_marks = {cell.mark for line in lines for cell in line if isinstance(cell, Marked)}
     footnotes = [f"{mark.strip()} {explanation}" for mark, explanation in (marks or {}).items() if mark in used_marks]
-    return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), footnotes)
+    return Sheet(title, with_keys, row_keys, lines, list(filter(None, notes)), footnotes)
 
 
 def beside(title, *sheets):
@@ -146,7 +146,7 @@ def beside(title, *sheets):
     notes = [*first.notes]
     footnotes = [*first.footnotes]
     for other in others:
-        columns += other.columns[1:]
+        columns += other.columns[1:]  # without the first column, as in each row below
         row_of = dict(zip(other.row_keys, other.rows))
         empty_row = [None] * len(other.columns)
         for row_key, row in zip(first.row_keys, rows):
@@ -214,9 +214,9 @@ def print_sheet(sheet, console):
     console.print(table, "", *notes, sep="\n")
 
 
-def sheet_text(sheet, width=BLOCK_WIDTH):
-    """Return the text that a terminal of `width` characters would show of a sheet, without colours."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+def sheet_text(sheet):
+    """Return the text that a terminal of BLOCK_WIDTH characters would show of a sheet, without colours."""
+    console = Console(file=io.StringIO(), width=BLOCK_WIDTH, color_system=None, highlight=False)
     print_sheet(sheet, console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -233,7 +233,7 @@ def print_report(report):
 
 def markdown(sheet):
     """Return a sheet as a table of markdown. A column that has a `source` has numbers, which are aligned right."""
-    # The first column of some tables has no title: the table's own title stands there.
+    # The first column of some tables has no title. There the table's own title is written.
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
     alignments = ["--:" if column.source else "---" for column in sheet.columns]
     lines = [f"| {' | '.join(texts)} |" for texts in (titles, alignments, *texts_of(sheet))]
@@ -315,6 +315,7 @@ def to_json(report):
     """Return a Report as the text of a json file, with the schema first, and with nine digits of each number."""
     fields = {"schema": SCHEMA, **dataclasses.asdict(report), "made": report.made._asdict()}
     # json has no option for the number of digits, so the text is read once more, and each number is rounded.
+    # parse_float gets each number that isn't whole as text.
     rounded = json.loads(json.dumps(fields), parse_float=lambda digits: float(f"{float(digits):.9g}"))
     return json.dumps(rounded, indent=1) + "\n"
 
