@@ -164,7 +164,7 @@ def carried_by(message, step):
         return "parameters"
     last_launch = max(message.start for message in step.communication)
     computed = [(start, end) for start, end in overlap([phases["step"]], step.busy) if start < last_launch]
-    # The longest span: a span is (start, end).
+    # The longest span, or the whole phase if the rank computed nothing in it.
     update_start, _ = max(computed, key=lambda span: span[1] - span[0], default=phases["step"])
     return "parameters" if message.start >= update_start else "gradients"
 
@@ -216,6 +216,7 @@ def svg(steps, title):
 # ----------------------------------------------------------------------------------------------------------- Curves
 
 
+# Of the methods of a curve, in their order.
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
@@ -257,6 +258,7 @@ def sweeps(links):
     """Draw ms per step against the size of buckets, with a panel for each link. Returns the text of an SVG."""
     figure, axes = panels(1, len(links), (5 * len(links), 3.4))
     for axis, link in zip(axes, links):
+        # At most two methods were swept. Each gets a colour.
         for (method, points), colour in zip(link["sweep"].items(), ("#3a9d5d", "#4a90d9")):
             indices, ms = zip(*points)  # indices of sizes, and milliseconds
             axis.plot(indices, ms, "o-", color=colour, label=method, markersize=4)
@@ -267,6 +269,7 @@ def sweeps(links):
     return drawn_as_svg(figure)
 
 
+# For the next function: colours of methods, and styles of lines for numbers of ranks.
 METHOD_COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", "same_bits": "#d06a2c"}
 LINE_STYLES = {"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}
 
@@ -287,6 +290,7 @@ def differences(by_name):
                   color=METHOD_COLOURS[method], linestyle=LINE_STYLES[ranks])
     axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
     powers = [10.0**exponent for exponent in range(-9, 1)]
+    # Only powers within the picture, with room between the lowest one and the 0 below it.
     powers = [power for power in powers if 2 * drawn_zero < power < 2 * max(not_zero)]
     axis.set_yticks([drawn_zero, *powers], ["0", *(f"{power:.0e}" for power in powers)])
     axis.minorticks_off()

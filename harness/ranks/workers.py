@@ -191,6 +191,7 @@ class Workers(contextlib.AbstractContextManager):
         for rank in ranks:
             rank_of[self.pipes[rank]] = rank
             rank_of[self.processes[rank].sentinel] = rank
+        # multiprocessing's wait() returns those of the keys that are ready. Both keys of a rank may be.
         return sorted({rank_of[source] for source in wait(rank_of, timeout_s)})
 
     def _receive(self, rank):

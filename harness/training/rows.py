@@ -55,7 +55,7 @@ HALF_OVERLAPS = [NO_OVERLAP, GRADIENT_OVERLAP, PARAMETER_OVERLAP]
 HYBRID_RANKS = 64
 STAGE_4_BF16 = "stage 4 bf16"
 HYBRID_BF16 = f"hybrid of {HYBRID_RANKS} bf16"
-# The ladder: the reference, and the stages, each of which sends or holds less than the one before it.
+# The ladder: the reference, and then the stages in their order.
 LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
 
 ONE_PARAMETER = 1e-6  # MiB: buckets are so small that the first parameter in a bucket fills it
@@ -160,7 +160,7 @@ def stage(optimizer, name="DistributedOptimizer", prefetch=False, **settings):
     def build(model, adamw, bucket_mb=None):
         cls = optimizer_class(optimizer, name) if isinstance(optimizer, str) else optimizer
         arguments = {**settings, **adamw}
-        if bucket_mb is not None:
+        if bucket_mb is not None:  # asked for only in rows whose `has_buckets` is True
             arguments["bucket_cap_mb"] = bucket_mb
         optimizer_of_model = cls(model.parameters(), torch.optim.AdamW, **arguments)
         if prefetch:
@@ -223,19 +223,19 @@ overlap = stage(STAGE_4, prefetch=True)
 class Configuration(NamedTuple):
     """A row: a way to train, another training with which it must agree, and the bytes that it should send and hold.
 
-    Bytes are counted per parameter, here an element of a tensor, with AdamW, on d ranks of which n share a state. In a
-    step a rank sends `sends` times (d-1)/d. After a step it holds `whole` + `shared` / n, where gradients are counted,
-    too, and besides that the buffers of its buckets. For example, with DDP in fp32 each rank holds all parameters,
-    gradients, and both moments of AdamW: whole=16.
+    There are d ranks, of which n share a state. With AdamW, in a step a rank sends `sends` * (d-1)/d bytes per
+    parameter, where a parameter is one element of a tensor. After a step it holds `whole` + `shared` / n bytes per
+    parameter, where gradients are counted, too, and besides that the buffers of its buckets. For example, with DDP in
+    fp32 each rank holds all parameters, gradients, and both moments of AdamW, each of 4 bytes: whole=16.
     """
     name: str
     # "floor" learns nothing from other ranks, "reference" is DDP, "noise" is DDP measured once more, and the other
     # kinds are "stage" (variants, too) and "peer".
     kind: str
     build: Callable  # (model, AdamW's settings, bucket_mb=None) -> Training
-    sends: float
-    whole: float
-    shared: float = 0
+    sends: float  # bytes per parameter, before they are multiplied by (d-1)/d
+    whole: float  # bytes per parameter of what every rank holds
+    shared: float = 0  # bytes per parameter of what n ranks share, so that a rank holds 1/n of them
     # If a row has two optimizers, `whole` and `shared` are those of the second one, and the next two fields are those
     # of the first one, which has the rest of the parameters. None: the row has one optimizer.
     rest_whole: float | None = None
@@ -260,6 +260,7 @@ class Configuration(NamedTuple):
         held = self.whole + self.shared / self.sharing(d)
         if self.rest_whole is not None:
             rest_held = self.rest_whole + self.rest_shared / d
+            # The number of elements in the parameters of the first optimizer.
             n_rest = sum(param.numel() for group in optimizers[0].param_groups for param in group["params"])
             held = (held * (numel - n_rest) + rest_held * n_rest) / numel  # the average over all elements
         # An optimizer with buckets, such as stage 4's, says how many bytes its buffers have.
@@ -283,7 +284,6 @@ class LateSender(stage4_overlap.DistributedOptimizer):
         self.pass_has_ended = True
         super()._finish_round()
         self.pass_has_ended = False
-
 
 
 # ----------------------------------------------------------------------------------------------------------- The rows
@@ -415,4 +415,5 @@ def find(base, bucket_mb=None):
         raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
     # Only DDP with its default size is the reference.
     kind = "peer" if configuration.kind == "reference" else configuration.kind
+    # functools.partial fixes the argument bucket_mb of `build`.
     return configuration._replace(kind=kind, build=functools.partial(configuration.build, bucket_mb=bucket_mb))
