@@ -96,6 +96,7 @@ def batch(step, rank, size=4, device=None):
 
 
 def loss_of(model, x, y):
+    """Return the mean squared error of the model's answer to x."""
     return F.mse_loss(model(x), y)
 
 
@@ -130,7 +131,7 @@ def on_ranks(*world_sizes, **situations):
         def test(run, world_size, **kwargs):  # `run` is a fixture: it calls a function on all ranks
             run(play_situations, body.__module__, body.__name__, kwargs)
 
-        test.situations = situations  # play_situations reads it on each rank, and so does grade/contract.py
+        test.situations = situations  # play_situations reads them on each rank, and grade/contract.py looks for them
         test.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
                                                 for name in names])
         return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
@@ -176,7 +177,7 @@ N_MEETINGS = itertools.count()
 def meet_anew(rank):
     """End all process groups of this rank, and join a new group of the same ranks. Collective."""
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore):  # down to the store that has no prefix
         store = store.underlying_store
     dist.destroy_process_group()
     # A group has threads until the last reference to it is dropped. Two kinds of objects hold references:
@@ -184,6 +185,7 @@ def meet_anew(rank):
     #   see: the core refers to a parameter, and the parameter has a hook that refers to the core.
     # - A mesh, which torch keeps in its caches.
     for thing in gc.get_objects():
+        # Not isinstance(), which runs code of the objects that it looks at.
         if issubclass(type(thing), nn.Parameter):
             (thing._post_accumulate_grad_hooks or {}).clear()
         elif type(thing) is DeviceMesh:

@@ -85,7 +85,7 @@ class Workers(contextlib.AbstractContextManager):
         self.pipes = []  # the parent's end of the pipe to rank 0, to rank 1, …
         self._start()
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception):  # at the end of a `with`, also after an error
         self.close()
 
     def run(self, function, *args, on_event=None, **kwargs):

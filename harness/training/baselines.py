@@ -34,13 +34,16 @@ class Training:
         self.optimizer = optimizer
 
     def forward_backward(self, batch):
+        """Run the forward and the backward pass on a batch, (tokens, targets)."""
         tokens, targets = batch  # (B, T) int64, (B, T) int64
         self.forward(tokens, targets).backward()
 
     def update(self):
+        """Let the optimizer update the parameters."""
         self.optimizer.step()
 
     def zero_grad(self):
+        """Drop the gradients."""
         self.optimizer.zero_grad()
 
     def no_sync(self):
@@ -54,6 +57,7 @@ class Training:
         return contextlib.nullcontext()
 
     def step(self, batch):
+        """Run a whole training step."""
         self.forward_backward(batch)
         self.update()
         self.zero_grad()
@@ -113,9 +117,9 @@ class DistributedOptimizer(OfWholeParams, ReplicatedOptimizer):
 
 
 class MainParamsTraining(Training):
-    """Trains a model with 16-bit parameters, or with fp32 parameters, by AdamW on main parameters, which are fp32.
+    """Trains a model on every rank by AdamW, which updates the main parameters: fp32 copies of 16-bit parameters.
 
-    After AdamW's step each parameter becomes its main parameter, rounded.
+    After AdamW's step each parameter becomes its main parameter, rounded. An fp32 parameter is updated itself.
 
     Args:
         world_size: how many ranks average their gradients; 1: this rank uses its own gradients.
@@ -128,6 +132,7 @@ class MainParamsTraining(Training):
 
     def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32, moments_in=None,
                  ties_away=False):
+        # float() makes a copy of a 16-bit parameter. An fp32 parameter shares its memory with its main parameter.
         self.main_params = [param.detach().float() for param in model.parameters()]
         super().__init__(model, model, torch.optim.AdamW(self.main_params, **adamw))
         self.world_size = world_size
@@ -138,14 +143,15 @@ class MainParamsTraining(Training):
 
     @torch.no_grad()
     def update(self):
+        """Average the gradients over the ranks, and update main parameters and parameters. Collective."""
         params = list(self.model.parameters())
         for param, main_param in zip(params, self.main_params):
             main_param.grad = self.averaged(param.grad).float()
         self.optimizer.step()
         if self.moments_in is not None:
             self.round_moments()
-        torch._foreach_copy_(params, self.main_params)
-        if self.ties_away:
+        torch._foreach_copy_(params, self.main_params)  # rounds
+        if self.ties_away:  # rounds once more, in the other way
             for param, main_param in zip(params, self.main_params):
                 # A bf16 number has the upper 16 bits of an fp32 number. Add half a unit, and cut the lower bits off.
                 param.view(torch.int16).copy_((main_param.view(torch.int32) + 2**15) >> 16)
@@ -163,6 +169,7 @@ class MainParamsTraining(Training):
                 state[name] = state[name].to(self.moments_in).float()
 
     def zero_grad(self):
+        """Drop the gradients of the main parameters and those of the parameters."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
@@ -210,6 +217,7 @@ def bf16_sum(_, bucket):
     """
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
+    # The value of the all-reduce's Future is a list with the one tensor that was summed.
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
@@ -316,4 +324,4 @@ def owner_buckets(params, owners, cap_bytes):
         bucket.append(param)
         if sum(param.nbytes for param in bucket) >= cap_bytes:
             buckets.append((owner, unfilled.pop(owner)))
-    return buckets + list(unfilled.items())
+    return buckets + list(unfilled.items())  # last come the buckets that have not become full
