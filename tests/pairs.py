@@ -107,6 +107,7 @@ class Replicated:
             sums = [None] * len(params)  # of this rank's gradients
             for step in steps:
                 loss = loss_of(self.model, *batch(step, rank, device=self.device))
+                # A gradient is None if the loss doesn't use the parameter. Each gradient is added to its sum.
                 sums = list(map(add, sums, torch.autograd.grad(loss, params, allow_unused=True)))
                 mean_loss += loss.detach() / self.world_size
             means = [add(mean, self.share_of(grad)) for mean, grad in zip(means, sums)]
@@ -194,6 +195,7 @@ class Pair:
         self.rank = rank
         self.prefetches = prefetch
         kwargs = kwargs or ADAMW
+        # make(groups) makes the stage's optimizer, with the same arguments in each call; groups(model) made `groups`.
         self.make = lambda groups: of(stage)(groups, optimizer_cls, **own or {}, **kwargs)
         # Ranks begin with different weights. `build` makes the optimizer, which broadcasts those of rank 0.
         self.model = net(*seeds or [rank.number]).to(rank.device)

@@ -41,6 +41,7 @@ def code_lines(path):
     source = path.read_text(encoding="utf-8")
     numbers = set()  # of lines that have code
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        # A token has text, unless it ends a line or changes the indentation. Its start and end are (line, column).
         if token.string.strip() and token.type != tokenize.COMMENT:
             numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):

@@ -26,9 +26,10 @@ GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if h
 
 @contextlib.contextmanager
 def in_place_of_gloos():
-    """While this context is entered, let torch.distributed's functions for tensors call those of this file.
+    """While this context is entered, replace torch's reduce-scatter and all-gather of a tensor for groups of gloo.
 
-    Only calls for a group of gloo are changed. Other groups, such as NCCL's, get torch's own functions as before.
+    For other groups, such as NCCL's, the functions of this file call torch's own functions. They get torch's function
+    as their first argument, `native`.
     """
     replaced = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in SCATTERS}
     replaced |= {name: functools.partial(all_gather, getattr(dist, name)) for name in GATHERS}
@@ -67,6 +68,7 @@ def reduce_scatter(native, output, input, op=dist.ReduceOp.SUM, group=None, asyn
     next_works, next_summands = start(0)
     for number, own_piece in enumerate(own_part.split(piece_numel)):
         works, summands = next_works, next_summands
+        # The next piece is under way while this rank waits for this piece, and adds it up.
         if number + 1 < len(pieces):
             next_works, next_summands = start(number + 1)
         for work in works:

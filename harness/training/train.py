@@ -95,10 +95,11 @@ class Line(NamedTuple):
 
 
 class Run:
-    """Leads through training, from the newest checkpoint on. Rank 0 prints conditions, losses and speed.
+    """Counts the steps of a training run, from the newest checkpoint on, and saves. Rank 0 prints losses and speed.
 
-    The loop of a train.py calls `steps`, `batch` and `add_loss`, and trains the model itself. A printed loss is a mean
-    over the ranks, over the micro-batches, and over the steps since the last line with a loss. Collective.
+    The loop of a train.py calls `steps`, `batch` and `add_loss`, and trains the model itself. In a step a rank may run
+    several micro-batches, whose gradients add up. A printed loss is a mean over the ranks, over the micro-batches, and
+    over the steps since the last line with a loss. To make a Run is collective.
     """
 
     def __init__(self, args, rank, model, optimizer, scheduler):
@@ -126,7 +127,7 @@ class Run:
         self.loss_sum += loss.detach()
 
     def steps(self):
-        """Yield the number of each step. The caller runs the step; after that, this prints or saves if it is time.
+        """Yield the number of each step. The caller runs the step. Then this function prints or saves, if it is time.
 
         Collective, as each step is.
         """
