@@ -5,7 +5,8 @@
 A rank is one of the processes that train together. What they print themselves is the last that a user sees, because
 torchrun's long report of failed ranks, which says no more, is left out.
 
-Exit code: 0; that of the first rank that failed; 128 + n after signal number n, which is 130 after Ctrl-C.
+Exit code: 0; the exit code of the first rank that failed; 1 if a signal ended that rank; or 128 + n if this program got
+the signal of number n, which is 130 after Ctrl-C.
 """
 
 import ast
@@ -38,7 +39,7 @@ def main(n_ranks, script, *arguments):
         if failure.exitcode < 0:  # minus the number of the signal that ended the rank, which could print nothing
             name = signal.Signals(-failure.exitcode).name
             print(f"train.py: error: rank {rank} was ended by {name}", file=sys.stderr)
-        sys.exit(max(1, failure.exitcode))
+        sys.exit(max(1, failure.exitcode))  # 1 for a rank that a signal has ended
 
 
 if __name__ == "__main__":
