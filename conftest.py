@@ -1,7 +1,7 @@
-"""Loads tests/plugin.py, which has the options of the tests.
+"""Loads tests/plugin.py, which adds options such as --stage to pytest.
 
-This file stays in the root folder: pytest knows no option yet when it looks for this file. So it takes `mine` in
-`pytest --stage mine` for a path, and finds only a conftest.py in mine/ or above.
+This file must stay in the root folder. When pytest looks for it, it doesn't know the option --stage yet. So it takes
+`mine` in `pytest --stage mine` for a path of tests, and looks for a conftest.py only in mine/ and in folders above it.
 """
 
 pytest_plugins = ["tests.plugin"]

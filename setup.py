@@ -1,11 +1,15 @@
-"""Refuses `pip install .`, which would install nothing that can be imported: `pip install '.[test]'` is for extras."""
+"""Refuses `pip install .`, which would install nothing that Python can import.
+
+`pip install '.[test]'` is not refused. It installs the other packages that the extra "test" of pyproject.toml lists.
+"""
 
 import os
 from pathlib import Path
 
 from setuptools import setup
 
-# A build isn't told whether pip was asked for extras: pip's own command line says so, where there is a /proc.
+# pip runs this file to build the repository, and doesn't say whether its user asked for extras. But this process is
+# pip's child, so on Linux the parent's command line can be read: it has a [ if the user asked for extras.
 COMMAND = Path(f"/proc/{os.getppid()}/cmdline")
 
 if COMMAND.exists() and b"[" not in COMMAND.read_bytes():

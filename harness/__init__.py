@@ -1,22 +1,26 @@
-"""Measures and trains what no stage may know: a folder a job, each importing only folders above it in this list.
+"""Starts ranks, trains, measures, and writes pages. The stages, which are four optimizers, work without this code.
 
-ranks        starts processes, and ends programs
-publishing   tables, pictures, the pages; packages of the stages
-training     models, text, the loop, and the rows: all ways to train that are compared
-measuring    time, traffic and memory of rows: on this machine, on two hosts, on a GPU
-planning     memory and time on machines that nobody has started
+Each folder has one job. It imports only from folders above it in this list, and from outside of harness/.
+
+ranks        starts the processes of a training run, the ranks, and ends programs
+publishing   writes tables, pictures and pages, and makes packages of the stages
+training     has the models, the text, the training loop, and the rows: all ways to train that are compared
+measuring    measures time, traffic and memory of rows: on this machine, on two emulated hosts, on a GPU
+planning     calculates memory and time of training on many GPUs, without starting it
 """
 
 import sys
 
 from harness.ranks import command_line
 
-# Folders, and packages: the one list of them.
+# The stages. Each is a folder of the repository and a package for Python. Nothing else lists all of them.
 STAGE_1 = "stage1_naive_broadcast"
 STAGE_2 = "stage2_allgather"
 STAGE_3 = "stage3_gradbuffer"
 STAGE_4 = "stage4_overlap"
 STAGES = STAGE_1, STAGE_2, STAGE_3, STAGE_4
 
-if sys.argv[0] == "-m":  # Python's, while it looks for the module of `python -m harness.…`
+# Python has set argv[0] to "-m" while it looks for the module that `python -m harness.…` is about to run. From here on,
+# and so before the module loads torch, which takes seconds, Ctrl-C ends the program with one word.
+if sys.argv[0] == "-m":
     command_line.begin()

@@ -1,4 +1,8 @@
-"""Holds what the tests share: a model that is awkward to shard, data, and the decorator `on_ranks`."""
+"""Has what many tests share: a model that is awkward to shard, data, and the decorator `on_ranks`.
+
+A rank is one of the processes that train together. A test of a stage, which is one of the four optimizers of this
+repository, runs on several ranks. A function whose docstring says "Collective" must be called on every rank.
+"""
 
 import contextlib
 import functools
@@ -19,7 +23,7 @@ from harness import STAGES as STAGES
 from harness.ranks.meeting import join, rank_0_of
 from stage4_overlap import drops
 
-OPTIMIZERS = {
+OPTIMIZERS = {  # name -> (class, its settings)
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
@@ -27,7 +31,7 @@ OPTIMIZERS = {
 
 
 def optimizer_of(stage):
-    """Return the DistributedOptimizer of the package `stage`."""
+    """Return the class DistributedOptimizer of the package `stage`, or of the module `optimizer` in the package."""
     package = importlib.import_module(stage)
     if not hasattr(package, "DistributedOptimizer"):
         package = importlib.import_module(f"{stage}.optimizer")
@@ -35,7 +39,10 @@ def optimizer_of(stage):
 
 
 class Net(nn.Module):
-    """A model with tied, frozen, scalar and odd-sized parameters: 208 elements to train, 1, 5, 11, 35 or 55 in each."""
+    """A model with tied, frozen, scalar and odd-sized parameters.
+
+    The trainable parameters have 208 elements. Each of them has 1, 5, 11, 35 or 55.
+    """
 
     def __init__(self, seed, frozen_seed=0):
         super().__init__()
@@ -59,11 +66,12 @@ class Net(nn.Module):
 
 
 def trainable(model):
+    """Return the list of parameters that aren't frozen."""
     return [param for param in model.parameters() if param.requires_grad]
 
 
 def on_its_device(function):
-    """Let `function(rank, ...)` make tensors on the rank's device, unless it names another one."""
+    """Let `function(rank, ...)` make tensors on the rank's device, unless the function names another device."""
     @functools.wraps(function)
     def wrapper(rank, *args, **kwargs):
         with rank.device if rank.device.type != "cpu" else contextlib.nullcontext():
@@ -72,46 +80,58 @@ def on_its_device(function):
 
 
 def of_cpus(rank):
-    """Return the same rank with the CPU as its device, and a group of gloo, for tests of a CPU's order of events."""
+    """Return (rank, group): the same rank with the CPU as its device, and a process group of gloo, torch's backend for
+    CPUs. Tests use them that look at an order of events which only a CPU has.
+    """
+    # None is torch's name for the default group.
     group = None if rank.backend == "gloo" else dist.new_group(backend="gloo")
     return rank._replace(device=torch.device("cpu"), backend="gloo"), group
 
 
 def batch(step, rank, size=4, device=None):
-    """Return [x, y], (size, 7) each. Each step and rank has a batch of its own, the same in every call."""
+    """Return [x, y], (size, 7) each. Each step and rank has its own batch, which is the same in every call."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     device = device or torch.get_default_device()
     return [torch.randn(size, 7, generator=generator, device="cpu").to(device) for _ in range(2)]
 
 
 def loss_of(model, x, y):
+    """Return the mean squared error of the model's answer to x."""
     return F.mse_loss(model(x), y)
 
 
-one_rank_of = rank_0_of  # plays rank 0 of d: the real code runs, and nothing is sent
+one_rank_of = rank_0_of  # a context in which this process is rank 0 of d: the real code runs, and nothing is sent
 
 
-# ------------------------------------------------------------------------------------- how a test of stages is written
+# ------------------------------------------------------------------------------- The decorator of tests that need ranks
 
 
 def on_ranks(*world_sizes, **situations):
-    """Run the decorated test on each rank, which is its first argument. Without world sizes tests/plugin.py gives them.
+    """Run the decorated test on several ranks. On each of them the test's first argument is the Rank.
 
-    `situations`: {argument: its values}. One test plays all combinations one after the other, because each takes a
-    moment; a failure names its combination.
+        @on_ranks(2, 4, dtype=[torch.float32, torch.bfloat16])
+        def test_something(rank, stage, dtype): ...
+
+    Args:
+        world_sizes: numbers of ranks; without any, tests/plugin.py chooses them.
+        situations: {argument: list of its values}. The test is called with all combinations of values, one after the
+            other, within a single test of pytest, because each call takes only a moment. A failure names the
+            combination.
     """
-    if world_sizes and callable(world_sizes[0]):  # @on_ranks without brackets
+    if world_sizes and callable(world_sizes[0]):  # the decorator was written @on_ranks, without brackets
         return on_ranks()(world_sizes[0])
 
     def decorate(body):
+        # pytest reads the signature of `test`, and passes it these arguments: what the body takes, except `rank` and
+        # the situations, and `run` and `world_size`, which are for this decorator.
         names = ["run", "world_size", *(name for name in inspect.signature(body).parameters if name not in situations)]
         names.remove("rank")
 
-        @functools.wraps(body)
-        def test(run, world_size, **kwargs):
+        @functools.wraps(body)  # also sets test.__wrapped__, which is the body
+        def test(run, world_size, **kwargs):  # `run` is a fixture: it calls a function on all ranks
             run(play_situations, body.__module__, body.__name__, kwargs)
 
-        test.situations = situations
+        test.situations = situations  # play_situations reads them on each rank, and grade/contract.py looks for them
         test.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
                                                 for name in names])
         return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
@@ -119,7 +139,7 @@ def on_ranks(*world_sizes, **situations):
 
 
 def play_situations(rank, module, name, kwargs):
-    """Run the body of the test `name` of `module` in each of its situations."""
+    """Be called on each rank: call the body of the test `name` of `module` with each combination of its situations."""
     test = getattr(importlib.import_module(module), name)
     for values in itertools.product(*test.situations.values()):
         played = dict(zip(test.situations, values))
@@ -128,58 +148,67 @@ def play_situations(rank, module, name, kwargs):
 
 
 def in_groups_of_its_own(rank, function, *args, **kwargs):
-    """Call `function(rank, ...)`, and end all process groups that it has made: an idle group wakes 77 times a second.
+    """Return function(rank, ...), and end all process groups that the function has made. Collective.
 
-    Caches keep a group as long as the group of all ranks lives. So that group ends, too, and the ranks meet anew. The
-    ranks agree on this, because one may have made a group that another has not.
+    They are ended because even an idle group wakes a core 77 times a second. Caches of torch keep a group alive as long
+    as the group of all ranks lives. So that group ends, too, and the ranks meet anew. All ranks do so if any of them
+    has made a group.
     """
     result = function(rank, *args, **kwargs)
-    n_groups = torch.tensor(len(dist.distributed_c10d._world.pg_map), device=rank.device)
+    n_groups = torch.tensor(len(dist.distributed_c10d._world.pg_map), device=rank.device)  # private: all groups
     dist.all_reduce(n_groups, dist.ReduceOp.MAX)
     if n_groups > 1:
         meet_anew(rank)
     return result
 
 
-@functools.cache  # until the ranks meet anew: if one rank made a mesh again, it would wait for the others
+# Making a mesh is collective. So meshes are cached, and meet_anew empties the cache.
+@functools.cache
 def mesh_of(device_type, shape, names=None):
+    """Return a DeviceMesh of all ranks."""
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-N_MEETINGS = itertools.count()  # a prefix for each, because the store still has the addresses of ended groups
+# Counts how often the ranks have met. They meet in a store, a table that all ranks read and write. It still has the
+# addresses of ended groups, so each time keys get a new prefix.
+N_MEETINGS = itertools.count()
 
 
 def meet_anew(rank):
-    """End all process groups of this rank, and join a new one of the same ranks. Collective."""
+    """End all process groups of this rank, and join a new group of the same ranks. Collective."""
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore):  # down to the store that has no prefix
         store = store.underlying_store
     dist.destroy_process_group()
-    # A group has threads until its last reference is gone. A bare core has a reference, and is in a cycle that the
-    # garbage collector doesn't see: a parameter has a hook of the core, which has the parameter. Caches of torch keep
-    # meshes.
+    # A group has threads until the last reference to it is dropped. Two kinds of objects hold references:
+    # - A core, which is the optimizer of a stage without checks. It is in a cycle that the garbage collector doesn't
+    #   see: the core refers to a parameter, and the parameter has a hook that refers to the core.
+    # - A mesh, which torch keeps in its caches.
     for thing in gc.get_objects():
+        # Not isinstance(), which runs code of the objects that it looks at.
         if issubclass(type(thing), nn.Parameter):
             (thing._post_accumulate_grad_hooks or {}).clear()
         elif type(thing) is DeviceMesh:
             thing._pg_registry.clear()
     mesh_of.cache_clear()
-    torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes equal those that are made next
-    drops.UNDER_WAY.clear()  # messages of stage 4's optimizers that a test has dropped
+    # This cache of torch finds an old mesh, whose groups have ended, for a new mesh that is equal to it.
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()
+    drops.UNDER_WAY.clear()  # stage 4 keeps messages here that were under way when a test dropped its optimizer
     gc.collect()
-    gc.freeze()  # the next collection is quick
+    gc.freeze()  # the next collection is quick, because it doesn't look at the objects of this moment
     store = dist.PrefixStore(f"meeting {next(N_MEETINGS)}", store)
-    join(rank.number, rank.world_size, rank.number, rank.world_size, 300, store)  # as if all ranks were on one host
+    # All ranks are on this host, so the rank's number and the world size are also those within the host. 300 seconds.
+    join(rank.number, rank.world_size, rank.number, rank.world_size, 300, store)
 
 
 def no_sync_if(optimizer, condition):
-    """Return the optimizer's no_sync() if `condition`, or a context that does nothing."""
+    """Return the context optimizer.no_sync(), in which gradients aren't sent, if `condition`; else an empty context."""
     return optimizer.no_sync() if condition else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def situation(name):
-    """Name the situation in the error of a test that plays several."""
+    """Let an error that is raised in this context begin with the situation `name`, for a test that has several."""
     try:
         yield
     except Exception as error:
@@ -187,7 +216,10 @@ def situation(name):
 
 
 def error_of(function, *exceptions):
-    """Return the message of the error that `function` must raise, which must be one line."""
+    """Call function(), which must raise one of `exceptions` (default: RuntimeError). Returns the error's message.
+
+    The message must be a single line.
+    """
     exceptions = exceptions or (RuntimeError,)
     try:
         function()

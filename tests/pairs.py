@@ -1,4 +1,9 @@
-"""Trains a model on all ranks, and beside them a copy in one process that has all data: most stage tests do so."""
+"""Trains a model on all ranks by a stage, and a copy of the model in one process, which has all data, to compare them.
+
+Most tests of the stages do so. A rank is one of the processes that train together. A stage is one of the optimizers of
+this repository, and the name of its package. A main parameter is the fp32 copy of a 16-bit parameter, which the
+optimizer updates. `steps` are numbers of batches: batch(step, rank) always returns the same data.
+"""
 
 import torch
 from torch import nn
@@ -6,18 +11,20 @@ from torch import nn
 from harness import STAGE_4, STAGES
 from tests.common import Net, batch, loss_of, optimizer_of, trainable
 
-# torch's fused kernels on CPU round a tensor's last elements, those that fill no vector, differently. So a parameter
-# that is cut elsewhere than at a multiple of 64 bytes gets other last bits than a whole one. Unfused kernels round all
-# elements alike.
+# A stage may update a part of a tensor where the copy updates the whole tensor. torch's fused kernels for CPUs round
+# the last elements of a tensor, which don't fill a vector register, in another way than the elements before. So a
+# parameter that is cut at another place than a multiple of 64 bytes gets other last bits. Kernels that aren't fused
+# round all elements alike.
 UNFUSED = {"foreach": False}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, **UNFUSED}
 SGD = {"lr": 0.1, "momentum": 0.9}
-SMALL = {"bucket_cap_mb": 1e-6}  # for stage 4: each parameter is a bucket
-PREFETCH = [*((stage, False) for stage in STAGES), (STAGE_4, True)]  # a stage, and whether it prefetches parameters
+SMALL = {"bucket_cap_mb": 1e-6}  # for stage 4: buckets so small that each parameter is sent in a message of its own
+# (stage, whether parameters arrive during the next forward pass, which only stage 4 can do)
+PREFETCH = [*((stage, False) for stage in STAGES), (STAGE_4, True)]
 
 
 def parameter_of(value, rank, n=5):
-    """Return a parameter of n elements, each of which is `value`."""
+    """Return a parameter on the rank's device. All its n elements are `value`."""
     return torch.nn.Parameter(torch.full((n,), float(value), device=rank.device))
 
 
@@ -27,7 +34,10 @@ def sgd_of(stage, params, **kwargs):
 
 
 class WhenAsked:
-    """Has the methods of a Work, but calls `start`, which returns Works, only when somebody waits."""
+    """Has the methods of a torch.distributed.Work, but starts its messages only when somebody waits for them.
+
+    `start()` starts the messages, and returns their Works.
+    """
 
     def __init__(self, start):
         self.start = start
@@ -42,10 +52,12 @@ class WhenAsked:
 
 
 def deliver_when_asked(optimizer):
-    """Let parameters of stage 4 arrive only when a program waits for them. Without a wait a program reads old values.
+    """Let the updated parameters of a stage 4 optimizer arrive only when something waits for them.
+
+    Code that forgets to wait then always reads old values, so that a test can see its mistake.
     """
-    transport = optimizer.buckets[0].transport  # all buckets share it
-    all_gather = transport.all_gather
+    transport = optimizer.buckets[0].transport  # sends messages; all buckets of an optimizer have the same transport
+    all_gather = transport.all_gather  # starts to send and receive parameters, and returns a list of Works
     transport.all_gather = lambda shards: [WhenAsked(lambda: all_gather(shards))]
 
 
@@ -57,64 +69,82 @@ def add(total, grad):
 
 
 class Replicated:
-    """Trains in one process, from rank 0's weights, with the batches of all ranks: the reference for the stages.
+    """Trains in one process, from rank 0's weights, with the batches of all ranks. It is what a stage must agree with.
 
-    A 16-bit parameter has a main parameter in fp32: the optimizer updates that, and the model gets it rounded.
-    Gradients of several ranks are added in fp32 at least. `net`: seed -> the model. `groups`: model -> what an
-    optimizer takes.
+    The optimizer updates main parameters in place of 16-bit parameters, and the model gets them rounded. Gradients of
+    the ranks are added in fp32, or in the dtype of the parameters if that is wider.
+
+    Args:
+        groups: groups(model) returns what an optimizer takes: parameters, or parameter groups.
+        net: net(seed=…) returns the model.
+        kwargs: other arguments of `optimizer_cls`.
     """
 
     def __init__(self, rank, optimizer_cls=torch.optim.AdamW, groups=trainable, net=Net, **kwargs):
         self.world_size = rank.world_size
         self.device = rank.device
         self.model = net(seed=0).to(rank.device)
+        # {16-bit parameter: main parameter}; empty for a model without 16-bit parameters.
         self.main = {param: param.detach().float() for param in trainable(self.model) if param.itemsize < 4}
         self.optimizer = optimizer_cls(self.with_main_params(list(groups(self.model))), **kwargs)
 
     def with_main_params(self, groups):
-        """Return `groups` with main parameters in place of 16-bit parameters."""
+        """Return parameters, or parameter groups, with main parameters in place of 16-bit parameters."""
         if not self.main:
             return groups
         groups = [group if isinstance(group, dict) else {"params": [group]} for group in groups]
         return [{**group, "params": [self.main.get(param, param) for param in group["params"]]} for group in groups]
 
     def backward(self, *steps, loss_of=loss_of):
-        """Add the gradients of `steps`, averaged over the ranks in their order, to .grad; return the mean loss."""
+        """Add to .grad what the ranks' batches of `steps` give: sums over the steps, averaged over the ranks.
+
+        Returns the sum over the steps of the loss, averaged over the ranks.
+        """
         params = trainable(self.model)
         mean_loss = 0
-        means = [None] * len(params)
+        means = [None] * len(params)  # of each parameter; None as long as no rank has a gradient for it
         for rank in range(self.world_size):
-            sums = [None] * len(params)
+            sums = [None] * len(params)  # of this rank's gradients
             for step in steps:
                 loss = loss_of(self.model, *batch(step, rank, device=self.device))
+                # A gradient is None if the loss doesn't use the parameter. Each gradient is added to its sum.
                 sums = list(map(add, sums, torch.autograd.grad(loss, params, allow_unused=True)))
                 mean_loss += loss.detach() / self.world_size
             means = [add(mean, self.share_of(grad)) for mean, grad in zip(means, sums)]
         for param, mean in zip(params, means):
             if mean is not None:
-                main = self.main.get(param, param)
-                main.grad = add(main.grad, mean)
+                updated_param = self.main.get(param, param)  # the main parameter, if there is one
+                updated_param.grad = add(updated_param.grad, mean)
         return mean_loss
 
     def share_of(self, grad):
-        """Return what a rank's gradient adds to the mean, or None."""
+        """Return what a rank's gradient adds to the average: the gradient in fp32 or wider, divided by the world size.
+
+        Returns None for a parameter without a gradient.
+        """
         if grad is None:
             return None
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.world_size
 
     def step(self, *steps):
-        """Train on `steps`; return their loss. Without steps the optimizer takes .grad as it is."""
+        """Train one step on the batches of `steps`; return what `backward` returns.
+
+        Without any `steps` the optimizer takes the gradients that are in .grad already.
+        """
         loss = self.backward(*steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
-            for param, main in self.main.items():
-                param.copy_(main)
+            for param, main_param in self.main.items():
+                param.copy_(main_param)
         return loss
 
 
 def assert_same(model, reference, exact):
-    """Compare parameters with the reference's: to the bit if `exact`, or up to rounding. A nan is equal to a nan."""
+    """Assert that two models have the same parameters: to the bit if `exact`, otherwise up to rounding.
+
+    A nan counts as equal to a nan.
+    """
     rtol, atol = (0, 0) if exact else (1e-4, 2e-6)
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         difference = (param.detach() - expected.detach()).abs().max().item()
@@ -123,12 +153,15 @@ def assert_same(model, reference, exact):
 
 
 def sums_commute(rank):
-    """Return whether sums over the ranks have the same bits in any order: over three or more ranks they haven't."""
+    """Return whether a sum over the ranks has the same bits in whatever order it is added up.
+
+    That holds for two ranks. The sum of three or more numbers may depend on the order.
+    """
     return rank.world_size <= 2
 
 
 def backward(model, rank, *steps, loss_of=loss_of):
-    """Add up the gradients of this rank's batches; return the loss of the last one."""
+    """Add the gradients of this rank's batches of `steps` to .grad; return the loss of the last batch."""
     for step in steps:
         loss = loss_of(model, *batch(step, rank.number, device=rank.device))
         loss.backward()
@@ -136,6 +169,7 @@ def backward(model, rank, *steps, loss_of=loss_of):
 
 
 def train(model, optimizer, rank, *steps):
+    """Train a step on each of this rank's batches of `steps`."""
     for step in steps:
         backward(model, rank, step)
         optimizer.step()
@@ -145,8 +179,15 @@ def train(model, optimizer, rank, *steps):
 class Pair:
     """Holds a model that all ranks train with the optimizer of `stage`, and a copy that each process trains alone.
 
-    A method calls both optimizers. `kwargs`: arguments of both, ADAMW without any. `own`: arguments of the stage's
-    optimizer alone. `seeds`: arguments of `net` on this rank. `of`: stage -> class of the optimizer.
+    The copy is a Replicated. Each method does the same with both of them.
+
+    Args:
+        groups: groups(model) returns what an optimizer takes: parameters, or parameter groups.
+        seeds: arguments of `net` for this rank's model; by default the number of the rank.
+        own: arguments of the stage's optimizer that the copy's optimizer doesn't get.
+        prefetch: whether parameters arrive during the next forward pass, which only stage 4 can do.
+        of: of(stage) returns the class of the optimizer.
+        kwargs: arguments of both optimizers; without any, ADAMW.
     """
 
     def __init__(self, rank, stage, optimizer_cls=torch.optim.AdamW, groups=trainable, seeds=None, net=Net, own=None,
@@ -154,14 +195,16 @@ class Pair:
         self.rank = rank
         self.prefetches = prefetch
         kwargs = kwargs or ADAMW
+        # make(groups) makes the stage's optimizer, with the same arguments in each call; groups(model) made `groups`.
         self.make = lambda groups: of(stage)(groups, optimizer_cls, **own or {}, **kwargs)
-        self.model = net(*seeds or [rank.number]).to(rank.device)  # `build` broadcasts rank 0's
+        # Ranks begin with different weights. `build` makes the optimizer, which broadcasts those of rank 0.
+        self.model = net(*seeds or [rank.number]).to(rank.device)
         self.replicated = Replicated(rank, optimizer_cls, groups, net, **kwargs)
         self.models = self.model, self.replicated.model
         self.build(groups(self.model))
 
     def build(self, groups):
-        """Make an optimizer of the stage, with the same arguments whenever this is called."""
+        """Make the optimizer of the stage for `groups`. A test may call this again, for a new optimizer."""
         self.optimizer = self.make(groups)
         if self.prefetches:
             self.optimizer.prefetch_params(self.model)
@@ -171,26 +214,30 @@ class Pair:
         return self.optimizer, self.replicated.optimizer
 
     def backward(self, *steps, loss_of=loss_of):
+        """Add the gradients of `steps` to .grad of both models, on this rank of its own batches, in the copy of all."""
         backward(self.model, self.rank, *steps, loss_of=loss_of)
         self.replicated.backward(*steps, loss_of=loss_of)
 
     def clip(self, max_norm, norm_type=2.0, rtol=1e-5):
-        """Clip both models' gradients; return their norm, which must be the same."""
+        """Clip the gradients of both models, whose norms must be the same. Returns the norm before clipping."""
         norm = self.optimizer.clip_grad_norm_(max_norm, norm_type)
-        main = [self.replicated.main.get(param, param) for param in trainable(self.replicated.model)]
-        expected = nn.utils.clip_grad_norm_(main, max_norm, norm_type)
+        updated_params = [self.replicated.main.get(param, param) for param in trainable(self.replicated.model)]
+        expected = nn.utils.clip_grad_norm_(updated_params, max_norm, norm_type)
         assert torch.allclose(norm, expected, rtol, equal_nan=True), (norm, expected)
         return norm
 
     def step(self):
+        """Let both optimizers update their parameters, and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.replicated.step()
 
     def train(self, *steps):
+        """Train a step on each of `steps`."""
         for step in steps:
             self.backward(step)
             self.step()
 
     def assert_same(self, is_exact=True):
+        """Assert that both models have the same parameters, up to rounding if sums over the ranks may differ."""
         assert_same(*self.models, is_exact and sums_commute(self.rank))

@@ -1,11 +1,21 @@
-"""Writes the tables, pictures and figures of the pages anew from results/*.json; makes these files anew, too.
+"""Writes tables, pictures, and numbers in sentences into the pages, anew, from the files results/*.json.
 
     python -m harness.publishing.pages              # or: make report
     python -m harness.publishing.pages --measure    # or: make figures
 
-Pages show finished tables. --measure first runs every program that measures, at one commit and on one machine: an hour,
-with root and iproute2 for two hosts. A program whose file is of this commit already is left out, so a measurement that
-was interrupted goes on where it stopped. Keep the machine quiet: most programs measure time.
+Each program that measures writes a file in results/: a Report, which has finished tables. A page, which is a markdown
+file, has marks. What stands between two marks is written by this program:
+
+    <!-- report: NAME --> … <!-- end -->    a block: tables or lines of text
+    <!--NAME-->…<!--end-->                  a figure: a number in a sentence
+
+With --measure this program first runs all programs that measure, at one commit and on one machine. That takes an hour.
+Two hosts are emulated on that machine, which needs root and iproute2. A program isn't run if its file is of this commit
+already, so a measurement that was interrupted goes on where it stopped. Keep the machine quiet, because most programs
+measure time.
+
+A row is a way to train a model, such as "ddp" or "stage 4 overlap", and its line in a table. A link is the network
+between the two emulated hosts. The core of a stage is its optimizer without checks, the code that the tutorial shows.
 """
 
 import dataclasses
@@ -22,23 +32,30 @@ from harness.publishing.stages import code_lines, core_lines
 from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
 
-RATES = "300mbit", "600mbit", "1gbit", "2.5gbit"  # of links with a file each, the slowest first
-WHOLE_RATES = "300mbit", "1gbit"  # of links with all rows; the other links have the rows of the curve
-TWO_HOSTS = "-m harness.measuring.two_hosts --rounds 2"
+# `load` reads a file of results/ and returns a Report, which has `made` (on which machine, with which torch, at which
+# commit and on which date), `conditions` in words, `sheets` {key: Sheet, a finished table}, `figures` {name: text}, and
+# `drawn`, raw numbers for pictures.
+
+# Rates of the emulated links, the slowest first. Each link has a file of its own in results/.
+RATES = "300mbit", "600mbit", "1gbit", "2.5gbit"
+# On these links all rows are measured, on the other links only the rows of the curve: a picture, and a table, of the
+# time of a step at each rate.
+WHOLE_RATES = "300mbit", "1gbit"
+TWO_HOSTS = "-m harness.measuring.two_hosts --rounds 2"  # arguments of python
 
 
 class Step(NamedTuple):
-    """A program to run, which writes `file`."""
-    name: str
-    minutes: float  # on two cores
-    file: str
-    command: str
+    """A program that measures and writes `file`: a step on the way to new results, not a training step."""
+    name: str  # printed before the program runs
+    minutes: float  # how long the program takes on two cores
+    file: str  # in results/
+    command: str  # arguments of python
 
     def is_done(self, head):
-        """Return whether the file holds figures of commit `head`."""
+        """Return whether the file was measured at the commit `head`."""
         try:
             return load(self.file).made.commit == head
-        except SystemExit:  # there is no such file, or a file of other fields
+        except SystemExit:  # `load` ends the program if the file is missing or was written by an older program
             return False
 
 
@@ -64,7 +81,7 @@ STEPS = [
     Step("plan of 7b, and its check", 1, "plan.json", "-m harness.planning.plan --check"),
     Step("plan of 70b", 1, "plan_70b.json", "-m harness.planning.plan --model 70b --tensor-parallel 8"),
 ]
-GPU_FILE = "cuda.json"  # of a machine with a GPU
+GPU_FILE = "cuda.json"  # measured by hand on a machine with a GPU, so no step writes it
 BENCH = "bench.json"
 SLOWEST_LINK = f"network_{RATES[0]}.json"
 PLAN = "plan.json"
@@ -72,72 +89,80 @@ PLAN_70B = "plan_70b.json"
 
 
 def measure(head):
-    """Run the steps whose files are not of commit `head`. Ends the program with the exit code of one that fails."""
-    due = [step for step in STEPS if not step.is_done(head)]
+    """Run each of STEPS whose file was not measured at the commit `head`.
+
+    If a step's program fails, this program ends with the same exit code.
+    """
+    due = [step for step in STEPS if not step.is_done(head)]  # these are run; the others are listed as "there"
     for step in STEPS:
         status = f"{step.minutes:g} min" if step in due else "there"
         print(f"{status:>8}  {step.name} -> {step.file}")
     print(f"commit {head}: about {sum(step.minutes for step in due):g} minutes", flush=True)
     for step in due:
         print(f"\n--- {step.name}", flush=True)
+        # Faults are measured by tests. pytest has many options of its own, so that option has a longer name.
         option = "--faults-json" if step.file == "faults.json" else "--json"
         run([*shlex.split(step.command), option, str(tables.ROOT / "results" / step.file)])
 
 
 def run(command):
-    """Run a program of ours, and end with its exit code if that isn't 0."""
+    """Run a Python program of this repository. If it fails, end this program with the same exit code."""
     exit_code = subprocess.run([sys.executable, *command], cwd=tables.ROOT).returncode
     if exit_code:
         sys.exit(exit_code)
 
 
-# ------------------------------------------------------------------------------------------- What stands between marks
+# --------------------------------------------------------------------- Texts of blocks, which stand between two marks
 
 
 def code(*texts):
-    """Return a block of code, with an empty line between the texts."""
+    """Return the texts as one block of code in markdown: indented, with an empty line between two texts."""
     return textwrap.indent("\n\n".join(text.rstrip() for text in texts), "    ")
 
 
 def block(file, *keys):
-    """Return tables of a file, as a terminal shows them, with footnotes and without notes."""
+    """Return the tables `keys` of a file in results/ as a block of code, as a terminal shows them.
+
+    Footnotes, which explain marks in cells, stay. Notes are left out, because the page around the block explains more.
+    """
     sheets = load(file).sheets
     without_notes = [dataclasses.replace(sheets[key], notes=[]) for key in keys]
     return code(*map(tables.sheet_text, without_notes))
 
 
 def block_of_links(key):
-    """Return the table `key` of each link with all rows."""
+    """Return the table `key` of each link on which all rows are measured."""
     return "\n\n".join(block(file, key) for file in files_of_links(WHOLE_RATES))
 
 
 def files_of_links(rates):
+    """Return the names of the files in results/ for links of these rates."""
     return [f"network_{rate}.json" for rate in rates]
 
 
 def origin(files):
-    """Return machine, torch, commit and date of these files, each once."""
+    """Return a line that says on which machine, with which torch, at which commit and when `files` were measured."""
     all_made = [load(file).made for file in files]
 
-    def each_once(field):
+    def values(field):
+        """Return all values of a field of `made` as text. A value that several files share is said once."""
         return " and ".join(dict.fromkeys(getattr(made, field) for made in all_made))
-    return code(f"{each_once('machine')} · torch {each_once('torch')} · commit {each_once('commit')} · "
-                f"{each_once('date')}")
+    return code(f"{values('machine')} · torch {values('torch')} · commit {values('commit')} · {values('date')}")
 
 
 def settings():
-    """Return the conditions of the bench, and of two hosts with the slowest link."""
+    """Return the conditions, in words, under which bench.py measured, and two hosts with the slowest link."""
     conditions = [load(name).conditions for name in (BENCH, SLOWEST_LINK)]
     return code(*(textwrap.fill(text, tables.BLOCK_WIDTH) for text in conditions))
 
 
 def curve():
-    """Return the curve's table, a column for each link."""
+    """Return the table of the curve, which has a line for each row and a column for each link."""
     sheets = [load(name).sheets["curve"] for name in files_of_links(RATES)]
     return code(tables.sheet_text(beside(sheets[0].title, *sheets)))
 
 
-# Title of a row of README's table -> folder whose core is counted.
+# Title of a row of README's table -> folder of the stage whose core has the code lines that the row shows.
 CORES = {"1 naive broadcast": STAGE_1, "2 all-gather": STAGE_2, "3 grad buffer": STAGE_3, "4 overlap": STAGE_4}
 
 
@@ -149,13 +174,19 @@ which includes activations, were measured in fp32 on two hosts, emulated on one 
 
 
 def ladder():
-    """Return README's table: what is counted, what two hosts with the slowest link measured, and lines of the cores."""
+    """Return README's table, the ladder, which has a row for DDP, for each stage, and for FSDP2.
+
+    Its columns come from three tables side by side: what bench.py has counted, what was measured on two hosts with the
+    slowest link, and how long the cores are.
+    """
     def lines_of(title):
+        """Return the number of code lines for a row of the table; None, which is shown as a dash, for no stage."""
         return core_lines(tables.ROOT / CORES[title]) if title in CORES else None
 
     counted = load(BENCH).sheets["ladder"]
     report = load(SLOWEST_LINK)
     measured = report.sheets["ladder"]
+    # `sheet_of` makes a table row for each title. A column's function gets the title and returns what the cell shows.
     lines = tables.sheet_of("", counted.row_keys, {
         "stage": name_column(str), "lines": column("code lines of the core", lines_of)})
     joined = beside("", counted, measured, lines)
@@ -165,7 +196,7 @@ def ladder():
 
 
 def losses():
-    """Return the table of losses, with the line that says where they were measured."""
+    """Return the table of losses, with a line that says where and when they were measured."""
     report = load("losses.json")
     sheet = report.sheets["losses"]
     made_line = tables.made_line(report.made, report.conditions)
@@ -176,7 +207,7 @@ def losses():
 
 
 STAGE_3_ROW = "stage 3 grad buffer"
-TAKE_IT_WHEN = {  # name of a row of the bench -> when to take that variant
+TAKE_IT_WHEN = {  # name of a row of the bench -> when to use that variant, or why the row is in the table of variants
     STAGE_3_ROW: "the base of the next row",
     "variants per_parameter": "few, large parameters",
     "stage 4 overlap": "the base of all that follow",
@@ -194,26 +225,33 @@ TAKE_IT_WHEN = {  # name of a row of the bench -> when to take that variant
 
 
 def variants():
-    """Return the table of variants/README.md: how long each variant is, what it sends, holds and takes."""
+    """Return the table of variants/README.md.
+
+    A variant is a file of variants/ that changes a stage. The table says how many lines of code each variant has, how
+    many bytes a rank sends and holds, and how long a step takes.
+    """
     def short_name(row_name):
+        """Return the name of the variant's file without .py; for a row of a stage, the name of the row."""
         return row_name.removeprefix("variants ")
 
     def lines_of(row_name):
-        """Count the code lines of a variant's file, or of the core of a stage."""
+        """Return how many code lines a variant's file has; for a row of a stage, those of the stage's core."""
         path = tables.ROOT / "variants" / f"{short_name(row_name)}.py"
         if path.exists():
             return len(code_lines(path))
         return core_lines(tables.ROOT / (STAGE_3 if row_name == STAGE_3_ROW else STAGE_4))
 
     def sheet_with(row_name, key):
-        """Return the table `key` of two hosts that has a row: muon and hybrid were measured in runs of their own."""
+        """Return that table `key` of two hosts which has the row. Two variants have a result file of their own."""
         has_own_run = row_name in ("variants muon", "variants hybrid")
         kind = short_name(row_name) if has_own_run else "variants"
         return load(f"network_{kind}_300mbit.json").sheets[key]
 
     def cell_of(key, column_key):
+        """Return a function for `column`: it gets a row's name, and returns that row's cell of the table `key`."""
         return lambda row_name: sheet_with(row_name, key).cells(column_key)[row_name]
 
+    # `column` gets a title, a function (name of a row -> cell), the source of the numbers, and their format.
     sheet = tables.sheet_of("", TAKE_IT_WHEN, {
         "idea": name_column(short_name, "idea"),
         "lines": column("lines", lines_of, "counted"),
@@ -221,14 +259,18 @@ def variants():
         "held": column("held", cell_of("rows", "bytes"), "counted", ".2f"),
         "time": column("time, 300 Mbit/s", cell_of("times", "time"), "measured"),
         "when": name_column(TAKE_IT_WHEN.get, "take it when")})
-    explained = [footnote for row_name in TAKE_IT_WHEN for footnote in sheet_with(row_name, "rows").footnotes
-                 if not footnote.startswith("~")]  # ~ is a mark of times
-    return tables.markdown(dataclasses.replace(sheet, footnotes=list(dict.fromkeys(explained))))
+    footnotes = {}  # only its keys are used: a dict has each footnote once, and keeps their order
+    for row_name in TAKE_IT_WHEN:
+        footnotes |= dict.fromkeys(sheet_with(row_name, "rows").footnotes)
+    # ~ marks times that are within the noise. No times are taken from the tables "rows".
+    explained = [footnote for footnote in footnotes if not footnote.startswith("~")]
+    return tables.markdown(dataclasses.replace(sheet, footnotes=explained))
 
 
 # ---------------------------------------------------------------------------------------- All blocks, pictures, figures
 
 
+# {NAME in the mark of a block: function without arguments that returns the text}.
 BLOCKS = {
     "ladder": ladder,
     "made": lambda: origin([step.file for step in STEPS]),
@@ -253,15 +295,15 @@ BLOCKS = {
 
 
 def drawn_of_links(key):
-    """Return the raw numbers of the links whose files have `key` among them, the slowest link first."""
-    drawn = [load(name).drawn for name in files_of_links(RATES)]
-    return [of_link for of_link in drawn if key in of_link]
+    """Return the dicts `drawn`, the slowest link first, of the links that have raw numbers of the name `key`."""
+    drawn_by_all = [load(name).drawn for name in files_of_links(RATES)]
+    return [drawn for drawn in drawn_by_all if key in drawn]
 
 
 def network():
-    """Draw the recorded steps of the slowest link, each with the median of its row in the table."""
+    """Draw one step of each row that was recorded on the slowest link, and write the row's median time beside it."""
     report = load(SLOWEST_LINK)
-    rounds_ms = report.sheets["link"].numbers("ms")
+    rounds_ms = report.sheets["link"].numbers("ms")  # label of a row -> list of ms per step, one number for each round
     median_ms = {}
     for label, rounds in rounds_ms.items():
         name = label.replace(",\n  ", ", ")  # a row's label in a table may have two lines
@@ -270,7 +312,7 @@ def network():
     return pictures.svg([(f"{name} (median {median_ms[name]:.0f} ms)", step) for name, step in steps], title)
 
 
-# By the name of a file in results/. Pictures draw raw numbers, which Reports have under `drawn`.
+# {name of a file in results/: function without arguments that returns an SVG}.
 PICTURES = {
     "network.svg": network,
     "curve.svg": lambda: pictures.curve(drawn_of_links("curve")),
@@ -281,11 +323,14 @@ PICTURES = {
 
 
 def in_dark(draw):
+    """Return a function that draws what `draw` does, in the colours for a dark page."""
     return lambda: pictures.in_dark(draw())
 
 
+# Each picture has a second file, which a page shows to a reader whose browser is dark.
 PICTURES |= {name.replace(".svg", "_dark.svg"): in_dark(draw) for name, draw in PICTURES.items()}
-# Name of a figure in a sentence of docs/ -> file, table, row, column, and the form of the number.
+# NAME of a figure, a number in a sentence of a page -> file in results/, key of the table, key of the row, key of the
+# column, and the format of the number.
 CELLS = {
     "held_plain": (BENCH, "phases", "compute only", "step", ".1f"),
     "peak_plain": (BENCH, "phases", "compute only", "peak", ".1f"),
@@ -319,10 +364,11 @@ CELLS = {
 
 
 def figures():
-    """Return {name: text} of figures inside sentences, which stand between <!--name--> and <!--end-->."""
+    """Return {NAME: text} of all figures, the numbers inside sentences."""
     texts = dict(load(PLAN).figures)
-    for name, (file, sheet, row, key, form) in CELLS.items():
-        texts[name] = format(load(file).sheets[sheet].numbers(key)[row], form)
+    for name, (file, sheet_key, row_key, column_key, form) in CELLS.items():
+        texts[name] = format(load(file).sheets[sheet_key].numbers(column_key)[row_key], form)
+    # "over_tuned": stage 4's time divided by that of DDP with its best bucket size, on this link.
     for rate in RATES:
         texts[f"over_tuned_{rate}".replace(".", "_")] = load(f"network_{rate}.json").figures["over_tuned"]
     return texts
@@ -333,14 +379,16 @@ def figures():
 
 def rewritten(text):
     """Return the `text` of a markdown file with all blocks and figures made anew. An unknown name raises KeyError."""
-    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"
+    figure_in_prose = r"<!--(\w+)-->.*?<!--end-->"  # has no spaces beside its NAME, as a block's mark has
     texts = figures() if re.search(figure_in_prose, text) else {}
 
     def block_anew(mark):
+        """Return the block between its two marks. `mark`: a match, whose first group is the NAME."""
         name = mark[1]
         return f"<!-- report: {name} -->\n\n{BLOCKS[name]()}\n\n<!-- end -->"
 
     def figure_anew(mark):
+        """Return the figure between its two marks. `mark`: a match, whose first group is the NAME."""
         name = mark[1]
         return f"<!--{name}-->{texts[name]}<!--end-->"
 
@@ -349,14 +397,17 @@ def rewritten(text):
 
 
 def marked_pages():
-    """Return the pages that have blocks or figures."""
+    """Return the paths of all pages that have blocks or figures."""
     names = ["README.md", "docs/plan.md", "docs/questions.md", "docs/migrate.md", "variants/README.md"]
     return [*(tables.ROOT / name for name in names), *sorted((tables.ROOT / "results").glob("*.md"))]
 
 
 def rewrite():
-    """Write pages and pictures, and say of each whether it has changed. Nothing is written before all of it is made."""
-    texts = {}  # path -> its new text
+    """Write all pages and pictures, and print for each whether it has changed.
+
+    No file is written before the texts of all files are made, so a mistake leaves every file as it was.
+    """
+    texts = {}  # path -> new text of the file
     try:
         for path in marked_pages():
             texts[path] = rewritten(path.read_text(encoding="utf-8"))
@@ -379,13 +430,13 @@ def main():
     if not pictures.can_draw():
         raise SystemExit("report: pictures need matplotlib: pip install matplotlib")
     if args.measure:
-        head = tables.commit()
+        head = tables.commit()  # ends with + if code has changed since the commit
         if head.endswith("+"):
             parser.error("the code differs from its last commit, which figures have to name: commit first")
         measure(head)
     rewrite()
     if args.measure:
-        run(["-m", "show", "--pages"])
+        run(["-m", "show", "--pages"])  # writes docs/watch.html and the pictures of the chapters
 
 
 if __name__ == "__main__":

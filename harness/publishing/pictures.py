@@ -1,7 +1,9 @@
-"""Draws recorded steps, and curves, as SVG, by matplotlib.
+"""Draws SVG pictures by matplotlib: when a rank computes and sends during a training step, and curves of measurements.
 
-A program that measures saves a Report in results/, with finished tables and, under `drawn`, with raw numbers. Only this
-file reads the raw numbers.
+A program that measures saves a Report in results/. Its field `drawn` has raw numbers, which this file draws, and which
+nothing else reads. Names in the pictures: "ddp" is torch's DistributedDataParallel; the stages, 1 to 4, are the
+optimizers of this repository; a bucket is a group of parameters whose gradients travel in one message; a link is the
+network between two hosts, which are emulated at several rates.
 """
 
 import importlib.util
@@ -9,28 +11,28 @@ import io
 import re
 from typing import NamedTuple
 
-# --------------------------------------------------------------------------------------- A recorded step, spans of time
+# -------------------------------------------------------------------------------------- Recorded steps, spans of time
 
 
 class Message(NamedTuple):
-    """A collective, or one rank's part of a send from rank to rank."""
-    kind: str  # of the collective, or "send" or "recv"
-    bytes: int  # of the full tensor
-    start: float  # when the message was launched, in seconds from the start of the step
-    end: float  # when it had arrived
+    """A collective as one rank sees it, or a send to another rank, or a receive from another rank."""
+    kind: str  # name of the collective, such as "all_gather", or "send" or "recv"
+    bytes: int  # size of the full tensor
+    start: float  # when the rank launched the message, in seconds from the start of the step
+    end: float  # when the message had arrived, in seconds from the start of the step
 
 
 class RecordedStep(NamedTuple):
-    """One step on one rank. A span is (start, end), in seconds from the start of the step."""
-    exposed_seconds: float  # in which messages are in flight, and the rank doesn't compute
-    seconds: float
-    phases: list  # (name, start, end) of "forward", "backward" and "step"
+    """A training step, as recorded on one rank. A span is (start, end), in seconds from the start of the step."""
+    exposed_seconds: float  # total time in which messages are in flight and the rank doesn't compute
+    seconds: float  # how long the step took
+    phases: list  # [(name, start, end), …] of the phases "forward", "backward" and "step", the optimizer's step()
     busy: list  # spans in which the rank computes, disjoint and in order
     communication: list  # of Messages
 
 
 def read_steps(drawn):
-    """Return ([(name, RecordedStep)], title) from what `to_draw` has made."""
+    """Return ([(name, RecordedStep), …], title) from `drawn`, which `to_draw` made and json has turned into lists."""
     steps = []
     for name, fields in drawn["steps"].items():
         step = RecordedStep(*fields)
@@ -40,12 +42,12 @@ def read_steps(drawn):
 
 
 def to_draw(steps, title):
-    """Return what a Report saves under `drawn` for a picture of [(name, RecordedStep)] with that title."""
+    """Return what a Report saves under `drawn`. `steps`: [(name, RecordedStep), …] for a picture with that title."""
     return {"steps": dict(steps), "title": title}
 
 
 def union(spans):
-    """Merge spans, (start, end) each, that overlap; return disjoint ones in order."""
+    """Merge the spans (start, end) that overlap. Returns disjoint spans, each a list [start, end], in order."""
     merged = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -56,7 +58,7 @@ def union(spans):
 
 
 def overlap(spans, other_spans):
-    """Return what two lists of disjoint spans have in common, as spans."""
+    """Return the spans of time that lie in both of two lists of disjoint spans."""
     common = []
     for start, end in spans:
         for other_start, other_end in other_spans:
@@ -72,7 +74,8 @@ def length(spans):
 # ------------------------------------------------------------------------------------------------------------ Pictures
 
 
-# Settings of matplotlib: an SVG keeps text as text, and the same data give the same file.
+# Settings of matplotlib. With the first of them an SVG keeps text as text, with the second the same data always give
+# the same file.
 RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
       "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
       "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": False,
@@ -90,9 +93,10 @@ def can_draw():
 
 
 def panels(n_rows, n_columns, inches):
-    """Return a figure of (width, height) inches, and the list of its panels, which matplotlib calls axes."""
+    """Return (figure, list of its panels). A panel is what matplotlib calls axes. `inches`: (width, height)."""
+    # Imported here, because a program that only measures imports this file too, and may run without matplotlib.
     import matplotlib
-    from matplotlib.figure import Figure  # here, because a program that only measures imports this file too
+    from matplotlib.figure import Figure
     matplotlib.rcParams.update(RC)
     figure = Figure(figsize=inches)
     table_of_panels = figure.subplots(n_rows, n_columns, sharex=n_rows > 1, squeeze=False)
@@ -100,7 +104,7 @@ def panels(n_rows, n_columns, inches):
 
 
 def drawn_as_svg(figure):
-    """Return a figure as SVG, for a light page."""
+    """Return a figure as the text of an SVG, in the colours for a light page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     text = re.sub(r"\d+\.\d{3,}", with_two_decimals, file.getvalue())
@@ -110,45 +114,47 @@ def drawn_as_svg(figure):
 
 
 def with_two_decimals(match):
-    """Return a number that was matched, rounded: a hundredth of a point is invisible."""
+    """Return the number that a regular expression has matched, rounded, because a hundredth of a point is invisible."""
     return f"{float(match[0]):.2f}"
 
 
 def in_dark(svg):
-    """Return a picture of `drawn_as_svg` for a dark page."""
+    """Return an SVG that `drawn_as_svg` has made, in the colours for a dark page."""
     return svg.replace(LIGHT_STYLE, DARK_STYLE)
 
 
-# Kinds of messages. Sends replace gloo's collectives on CPUs (harness/ranks/exchange.py), and carry either.
+# Kinds of messages. On CPUs gloo's collectives are replaced by sends and receives (harness/ranks/exchange.py). Some of
+# these carry parameters and some carry gradients.
 CARRY_PARAMETERS = ("all_gather", "broadcast")
 CARRY_EITHER = ("send", "recv")
 
 
 def lanes(step):
-    """Return the bars to draw, (start, end, colour) in {"computes": bars, "gradients": bars, "parameters": bars}.
+    """Return {lane: bars} for the three lanes of a step's picture: "computes", "gradients", "parameters".
 
-    `colour`: a key of COLOURS. A message's bar starts when the message was launched, or when the message before it in
-    the lane had arrived, if that is later.
+    A bar is (start, end, colour), where `colour` is a key of COLOURS. A message's bar starts when the message was
+    launched, or when the message before it in the lane had arrived, if that is later.
     """
     bars = {"computes": [], "gradients": [], "parameters": []}
     for phase, phase_start, phase_end in step.phases:
         for start, end in overlap([(phase_start, phase_end)], step.busy):
             bars["computes"].append((start, end, phase))
-    free_at = {"gradients": 0, "parameters": 0}  # when the last message in the lane has arrived
+    free_at = {"gradients": 0, "parameters": 0}  # when the last message so far in the lane has arrived
     for message in sorted(step.communication, key=lambda message: message.end):
         lane = carried_by(message, step)
         start = max(message.start, free_at[lane])
         free_at[lane] = max(message.end, start)
-        if start < step.seconds:  # a message may arrive in the next step
+        if start < step.seconds:  # not so if the message waited in its lane until the next step
             bars[lane].append((start, free_at[lane], lane))
     return bars
 
 
 def carried_by(message, step):
-    """Return what a message carries, "parameters" or "gradients".
+    """Return what a message of a step carries: "parameters" or "gradients".
 
-    A send or recv carries parameters in the forward pass, and after AdamW's update. No record marks the update; it is
-    taken to be the longest span of computing in the phase "step" that starts before the last launch.
+    The kind of a collective says that. A send or recv carries parameters if it was launched in the forward pass or
+    after AdamW's update has begun. The update isn't recorded. It is taken to be the longest span of computing in the
+    phase "step", among the spans that start before the last message was launched.
     """
     if message.kind not in CARRY_EITHER:
         return "parameters" if message.kind in CARRY_PARAMETERS else "gradients"
@@ -158,29 +164,33 @@ def carried_by(message, step):
         return "parameters"
     last_launch = max(message.start for message in step.communication)
     computed = [(start, end) for start, end in overlap([phases["step"]], step.busy) if start < last_launch]
+    # The longest span, or the whole phase if the rank computed nothing in it.
     update_start, _ = max(computed, key=lambda span: span[1] - span[0], default=phases["step"])
     return "parameters" if message.start >= update_start else "gradients"
 
 
 def caption(step):
-    """Say in a sentence what the picture of a step shows."""
+    """Return a sentence that says how long a step took, and how much of its communication was hidden."""
     in_flight = union((message.start, message.end) for message in step.communication)
     hidden = length(overlap(in_flight, step.busy))
     return (f"{step.seconds * 1000:.0f} ms; for {hidden * 1000:.0f} the network is busy while the rank computes, for "
             f"{step.exposed_seconds * 1000:.0f} while it waits")
 
 
+# Colour of a bar, and words in the legend: of each phase in which a rank computes, and of each thing that travels.
 COLOURS = {"forward": "#4a90d9", "backward": "#2a5f9e", "step": "#d9822b", "gradients": "#3a9d5d",
            "parameters": "#b04a9d"}
 WORDS = {"forward": "computes: forward", "backward": "backward", "step": "step", "gradients": "gradients travel",
-         "parameters": "parameters travel"}  # in the legend
-LANE_HEIGHT = 0.85  # of 1
+         "parameters": "parameters travel"}
+LANE_HEIGHT = 0.85  # the distance from lane to lane is 1
 
 
 def svg(steps, title):
-    """Draw `steps`, [(name, RecordedStep), …]. Each has a panel, with a lane for each key of `lanes`."""
+    """Draw `steps`, [(name, RecordedStep), …], one below the other. The panel of a step has a lane for each key of
+    `lanes`. Returns the text of the SVG.
+    """
     longest = max(step.seconds for _, step in steps)
-    invisible = longest / 2000  # so short a gap between two bars of a colour is closed
+    invisible = longest / 2000  # bars of a colour become one bar if the gap between them is as short as this
     figure, axes = panels(len(steps), 1, (9.6, 0.9 + 0.9 * len(steps)))
     for axis, (name, step) in zip(axes, steps):
         axis.set_title(f"{name}: {caption(step)}")
@@ -188,6 +198,7 @@ def svg(steps, title):
         heights = range(len(bars_of_lane))[::-1]  # the first lane is the highest
         for y, bars in zip(heights, bars_of_lane.values()):
             for colour, code in COLOURS.items():
+                # Each bar is made longer by what is invisible, so that `union` closes a gap of that length.
                 joined = union((max(start, 0), min(end, step.seconds) + invisible)
                                for start, end, bar_colour in bars if bar_colour == colour)
                 in_ms = [(1000 * start, 1000 * (end - start)) for start, end in joined]
@@ -196,32 +207,36 @@ def svg(steps, title):
         axis.set(xlim=(0, 1000 * longest), ylim=(0, len(bars_of_lane) - 0.1))
     axes[-1].set_xlabel("ms")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10)
+    # For the legend: empty bars in each of the colours.
     handles = [axes[0].broken_barh([], (0, 1), facecolors=code) for code in COLOURS.values()]
     figure.legend(handles, [WORDS[colour] for colour in COLOURS], ncols=5, loc="outside lower left")
     return drawn_as_svg(figure)
 
 
-# ------------------------------------------------------------------------- Curves, from what Reports have under `drawn`
+# ----------------------------------------------------------------------------------------------------------- Curves
 
 
+# Of the methods of a curve, in their order.
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
-# In the next two functions a link is a dict, what its Report has under `drawn`, and the slowest link is the first:
-#   rate: in words; bits_per_second
-#   curve: {method: time per step / time of computing alone, or None where it wasn't measured}
-#   sizes: of buckets, in words; sweep: {method: [(index of the size, ms per step), …]}
+# The next two functions get a list of links, the slowest first. A link is a dict: what the Report of a program that
+# measured on this link has under `drawn`. A method is a name of a way to train, as the picture shows it.
+#   "rate": the rate in words;  "bits_per_second": the rate as a number
+#   "curve": {method: time per step / time of computing alone, or None if it wasn't measured on this link}
+#   "sizes": the sizes of buckets that were tried, in words, from small to large
+#   "sweep": {method: [(index of a size in "sizes", ms per step with buckets of that size), …]}
 
 
 def curve(links):
-    """Draw the time per step of each method, by the rate of the link."""
+    """Draw the time per step against the rate of the link, with a line for each method. Returns the text of an SVG."""
     figure, (axis,) = panels(1, 1, (7.6, 4.2))
     for method, colour in zip(links[0]["curve"], CURVE_COLOURS):
         measured = [link for link in links if link["curve"][method] is not None]
         style = {"linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.5, "alpha": 1}
-        if method == "floor":
+        if method == "floor":  # calculated: no step is quicker than its computing alone, or its sending alone
             style |= {"linestyle": "--", "marker": ""}
-        if method == "replicated":  # stage 3's line lies on it
+        if method == "replicated":  # drawn broad and pale, because stage 3's line lies on this line
             style |= {"markersize": 9, "linewidth": 5, "alpha": 0.5}
         axis.plot([link["bits_per_second"] for link in measured], [link["curve"][method] for link in measured],
                   color=colour, label=method, **style)
@@ -240,11 +255,12 @@ def curve(links):
 
 
 def sweeps(links):
-    """Draw ms per step by size of bucket, a panel for each link."""
+    """Draw ms per step against the size of buckets, with a panel for each link. Returns the text of an SVG."""
     figure, axes = panels(1, len(links), (5 * len(links), 3.4))
     for axis, link in zip(axes, links):
+        # At most two methods were swept. Each gets a colour.
         for (method, points), colour in zip(link["sweep"].items(), ("#3a9d5d", "#4a90d9")):
-            indices, ms = zip(*points)
+            indices, ms = zip(*points)  # indices of sizes, and milliseconds
             axis.plot(indices, ms, "o-", color=colour, label=method, markersize=4)
         axis.set_xticks(range(len(link["sizes"])), link["sizes"])
         axis.set(title=f"{link['rate']}: ms a step, by size of bucket", xlabel="MiB", ylim=0)
@@ -253,14 +269,16 @@ def sweeps(links):
     return drawn_as_svg(figure)
 
 
+# For the next function: colours of methods, and styles of lines for numbers of ranks.
 METHOD_COLOURS = {"DDP": "#4a90d9", "stage 4": "#3a9d5d", "same_bits": "#d06a2c"}
 LINE_STYLES = {"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}
 
 
 def differences(by_name):
-    """Draw the largest difference of a parameter from the run on one rank, by step.
+    """Draw how far training on several ranks departs from training on one rank, step by step.
 
-    by_name: {"DDP, 2 ranks": [difference after each step, …]}. A difference of 0 is drawn below all others.
+    by_name: {"DDP, 2 ranks": [difference after each step, …]}. A difference is the largest one of all elements of all
+    parameters. A difference of 0 is drawn below all other differences. Returns the text of an SVG.
     """
     figure, (axis,) = panels(1, 1, (7.6, 3.6))
     not_zero = [difference for by_step in by_name.values() for difference in by_step if difference]
@@ -272,6 +290,7 @@ def differences(by_name):
                   color=METHOD_COLOURS[method], linestyle=LINE_STYLES[ranks])
     axis.set(yscale="log", title="Largest difference of a parameter from the run on one rank", xlabel="step")
     powers = [10.0**exponent for exponent in range(-9, 1)]
+    # Only powers within the picture, with room between the lowest one and the 0 below it.
     powers = [power for power in powers if 2 * drawn_zero < power < 2 * max(not_zero)]
     axis.set_yticks([drawn_zero, *powers], ["0", *(f"{power:.0e}" for power in powers)])
     axis.minorticks_off()

@@ -1,7 +1,10 @@
-"""Makes tables, saves them as json, and writes them: by rich for a terminal, as markdown for pages.
+"""Makes tables, saves them as json, and prints them: to a terminal, by the library rich, and as markdown for pages.
 
-A program that measures makes finished tables, each a `Sheet`, and saves them in one `Report`. Pages show these tables
-as they are. No torch is imported here: pages are written quickly.
+A program that measures makes finished tables, each a `Sheet`, and saves them in one `Report`: a file of results/. Pages
+show these tables as they are. This module imports no torch, because torch takes seconds and writing pages should not.
+
+A program measures everything several times, in rounds, so a cell of a table may hold a list with a number for each
+round. A row and a column of a Sheet have a key each, by which pages find a cell.
 """
 
 import dataclasses
@@ -26,32 +29,36 @@ from rich.table import Table
 from harness.ranks import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-NONE = "–"
-TEXT = "text"  # the form of a column of words, which are aligned left
-SMALL = "small"  # the form of small numbers: see `small`
+NONE = "–"  # what a table shows for a cell without a value
+# Two values of Column.form, which says how cells are written. Any other form is a format of Python, such as ".2f".
+TEXT = "text"  # for a column of words, which are aligned left
+SMALL = "small"  # for numbers such as 1.2e-07, which the function `small` writes
 BLOCK_WIDTH = 100  # characters in a line of a block of code on a page
-TERMINAL_WIDTH = 110  # characters in a line of the widest table
+TERMINAL_WIDTH = 110  # characters in a line of the widest table that a program prints
 MARKDOWN_WIDTH = 118  # characters in a line of a page's source
 METHODS = "What rows and columns are: results/methods.md."
 
 
-# ----------------------------------------------------------------------------------------------- A table, and its parts
+# ----------------------------------------------------------------------------------------------- A table and its parts
 
 
 @dataclass
 class Marked:
-    """A number and the mark behind it in a cell: ~ for noise, a footnote's mark, or a formula in brackets."""
+    """A cell with a number and a mark, which stands behind the number.
+
+    The mark is "~" (the number is within the noise), a sign that a footnote explains, or a formula in brackets.
+    """
     value: float
     mark: str
 
 
 @dataclass
 class Column:
-    """A column of a Sheet.
+    """Describes a column of a Sheet.
 
-    `source` says where the numbers come from: measured, counted, formula, modelled, published, or "".
-    `form` is how a number is written: a format such as ".2f", SMALL, or TEXT.
-    `shows`, for a cell with a number for each round: "median", "range", or "both".
+    `source` says where the numbers come from: measured, counted, formula, modelled, published; "" for words.
+    `form` says how a number is written: a format such as ".2f", or SMALL. The form of words is TEXT.
+    `shows` says what is written for a cell that has a number for each round: their "median", "range", or "both".
     """
     key: str
     title: str
@@ -62,9 +69,10 @@ class Column:
 
 @dataclass
 class Sheet:
-    """One table. A row is a list of cells: None, words, a number, a Marked number, or a list with a number a round.
+    """One table, with titles and keys of its columns, and keys of its rows.
 
-    `footnotes` explain marks in cells, `notes` explain the rest. Pages show footnotes only.
+    A row is a list of cells. A cell is None, words, a number, a Marked number, or a list with a number for each round.
+    `footnotes` explain marks in cells, `notes` explain the rest. Of these two, pages show the footnotes only.
     """
     title: str
     columns: list[Column]
@@ -74,22 +82,23 @@ class Sheet:
     footnotes: list[str] = field(default_factory=list)
 
     def cells(self, key):
-        """Return {key of the row: cell} of a column."""
+        """Return {key of the row: cell} of the column `key`."""
         place = [column.key for column in self.columns].index(key)
         return {row_key: row[place] for row_key, row in zip(self.row_keys, self.rows)}
 
     def numbers(self, key):
-        """Return {key of the row: cell} of a column; of a Marked cell the number."""
+        """Return what `cells` returns, with the number alone in place of each Marked number."""
         return {row_key: cell.value if isinstance(cell, Marked) else cell for row_key, cell in self.cells(key).items()}
 
 
 class ColumnToFill(NamedTuple):
-    """A Column without a key, and where its cells come from."""
-    column: Column
-    get: Callable | str  # a function of a row, or the name of a row's attribute
-    unit: float  # by which numbers are divided
+    """Describes a column for `sheet_of`, which fills its cells. Here a row is an object of any kind."""
+    column: Column  # whose key is "" until `sheet_of` sets it
+    get: Callable | str  # a function that gets a row and returns a value, or the name of an attribute of the row
+    unit: float  # the value is divided by this number
 
     def cell(self, row):
+        """Return the cell of this column for a row."""
         value = getattr(row, self.get) if isinstance(self.get, str) else self.get(row)
         if self.unit == 1 or value is None:
             return value
@@ -99,40 +108,45 @@ class ColumnToFill(NamedTuple):
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
-    """Describe a column for `sheet_of`. Returns a ColumnToFill."""
+    """Return a ColumnToFill: see there and at Column for the arguments."""
     return ColumnToFill(Column("", title, source, form, shows), get, unit)
 
 
 def name_column(get="name", title=""):
-    """Describe the first column, which names the rows."""
+    """Return a ColumnToFill for words, mostly the first column, which names the rows."""
     return column(title, get, form=TEXT)
 
 
 def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
-    """Make a Sheet of `rows`, objects of any kind.
+    """Make a Sheet with a line for each object in `rows`. Whatever the objects are, columns say how they give cells.
 
     Args:
         columns: {key of the column: ColumnToFill}.
-        marks: {mark: explanation}, which becomes a footnote if a cell has that mark.
-        row_key: a function of a row; by default a row's key is its first cell.
+        notes: texts; None and "" are left out.
+        marks: {mark: explanation}. The explanation becomes a footnote if a cell has that mark.
+        row_key: a function that gets an object of `rows` and returns the row's key; by default that is its first cell.
     """
-    cells = [[to_fill.cell(row) for to_fill in columns.values()] for row in rows]
+    lines = [[to_fill.cell(row) for to_fill in columns.values()] for row in rows]  # a list of cells for each object
     with_keys = [dataclasses.replace(to_fill.column, key=key) for key, to_fill in columns.items()]
-    row_keys = [row_key(row) for row in rows] if row_key else [str(row_cells[0]) for row_cells in cells]
-    used_marks = {cell.mark for row_cells in cells for cell in row_cells if isinstance(cell, Marked)}
+    row_keys = [row_key(row) for row in rows] if row_key else [str(line[0]) for line in lines]
+    used_marks = {cell.mark for line in lines for cell in line if isinstance(cell, Marked)}
     footnotes = [f"{mark.strip()} {explanation}" for mark, explanation in (marks or {}).items() if mark in used_marks]
-    return Sheet(title, with_keys, row_keys, cells, list(filter(None, notes)), footnotes)
+    return Sheet(title, with_keys, row_keys, lines, list(filter(None, notes)), footnotes)
 
 
 def beside(title, *sheets):
-    """Return one table with the columns of several. All have the same rows; the names of rows come from the first."""
+    """Return one table that has the columns of several tables side by side.
+
+    The first table gives the rows and their names. Of another table, its first column, which names rows, is left out,
+    and a row that it lacks gets empty cells.
+    """
     first, *others = sheets
     columns = [*first.columns]
     rows = [[*row] for row in first.rows]
     notes = [*first.notes]
     footnotes = [*first.footnotes]
     for other in others:
-        columns += other.columns[1:]
+        columns += other.columns[1:]  # without the first column, as in each row below
         row_of = dict(zip(other.row_keys, other.rows))
         empty_row = [None] * len(other.columns)
         for row_key, row in zip(first.row_keys, rows):
@@ -151,17 +165,20 @@ def median(values):
 
 
 def ratio(values, other_values):
-    """Return the median over rounds of value / other: within a round both were measured seconds apart."""
+    """Return the median over rounds of value / other value.
+
+    It is divided round by round, because the two values of a round were measured within seconds of each other.
+    """
     return median([value / other for value, other in zip(values, other_values)])
 
 
 def small(value):
-    """Write a number with two digits and its power of ten."""
+    """Return a number as text with two digits and a power of ten."""
     return "0" if value == 0 else f"{value:.1e}"
 
 
 def cell_text(cell, form, shows="median"):
-    """Write a cell: None and [] as a dash, words as they are, a number in its `form`, a list as `shows` says."""
+    """Return a cell as text: None and [] as a dash, words as they are, a number in `form`, a list as `shows` says."""
     if cell is None or cell == []:
         return NONE
     if isinstance(cell, str):
@@ -185,6 +202,7 @@ def texts_of(sheet):
 
 
 def print_sheet(sheet, console):
+    """Print a table and, below it, its notes and footnotes. `console`: where rich prints."""
     table = Table(title=sheet.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD,
                   show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for column in sheet.columns:
@@ -196,9 +214,9 @@ def print_sheet(sheet, console):
     console.print(table, "", *notes, sep="\n")
 
 
-def sheet_text(sheet, width=BLOCK_WIDTH):
-    """Return a sheet as a terminal of that width shows it, without colours."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+def sheet_text(sheet):
+    """Return the text that a terminal of BLOCK_WIDTH characters would show of a sheet, without colours."""
+    console = Console(file=io.StringIO(), width=BLOCK_WIDTH, color_system=None, highlight=False)
     print_sheet(sheet, console)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -214,8 +232,8 @@ def print_report(report):
 
 
 def markdown(sheet):
-    """Return a sheet as a table of markdown. Columns with a `source` have numbers, which are aligned right."""
-    # The first column of some tables has no title: the table's own title stands there.
+    """Return a sheet as a table of markdown. A column that has a `source` has numbers, which are aligned right."""
+    # The first column of some tables has no title. There the table's own title is written.
     titles = [" ".join(column.title.split()) or sheet.title for column in sheet.columns]
     alignments = ["--:" if column.source else "---" for column in sheet.columns]
     lines = [f"| {' | '.join(texts)} |" for texts in (titles, alignments, *texts_of(sheet))]
@@ -227,7 +245,7 @@ def markdown(sheet):
 
 
 class Made(NamedTuple):
-    """On which machine, by which code, and when something was measured."""
+    """Says on which machine, by which code, and when something was measured."""
     machine: str
     torch: str
     commit: str
@@ -235,21 +253,25 @@ class Made(NamedTuple):
 
 
 def made_here(machine=None):
-    """Return Made of this code, today; by default of this machine's processor."""
+    """Return a Made for what this code measures today. By default `machine` is the name of this machine's processor."""
     return Made(machine or cpu_name(), importlib.metadata.version("torch"), commit(), date.today().isoformat())
 
 
 def made_line(made, *words):
-    """Write machine, torch, date and commit of a measurement, with `words` in the middle."""
+    """Return a line with machine, torch, date and commit of a measurement, and with `words` in the middle."""
     return " · ".join([made.machine, f"torch {made.torch}", *filter(None, words), made.date, f"commit {made.commit}"])
 
 
 def commit(folder=ROOT):
-    """Return the commit of the code, "abc1234", with a + where code has changed since; outside of git "unknown"."""
+    """Return the name of the last commit, such as "abc1234", or "unknown" where the folder is in no git repository.
+
+    If code has changed since that commit, the name ends with a plus sign.
+    """
     def git(*command):
+        """Return what git prints for a command."""
         return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
     try:
-        # Only code counts: results and pages are often being written while this runs.
+        # Only changes of code are asked for, because results and pages are often being written while this runs.
         is_changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "Makefile") != ""
         head = git("rev-parse", "--short", "HEAD").strip()
         return f"{head}+" if is_changed else head
@@ -258,26 +280,29 @@ def commit(folder=ROOT):
 
 
 def cpu_name():
-    """Return the number and name of the processors; where Linux doesn't say them, the architecture."""
+    """Return the number and name of the processors, such as "2 x Xeon"; without a /proc, the architecture alone."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-# ------------------------------------------------------------------------------------------------- Reports, and json
+# -------------------------------------------------------------------------------------------- Reports, saved as json
 
 
-SCHEMA = 3  # of all files of results/: raise it when a field changes its name or its meaning
+# All files of results/ have this number. Raise it when a field of a Report changes its name or its meaning: older files
+# are refused then.
+SCHEMA = 3
 
 
 @dataclass
 class Report:
-    """What a program measured.
+    """Holds what a program measured.
 
-    `conditions`: in words; "" where a note says them. `sheets`: {key: finished table}.
-    `figures`: {name: text} of numbers that a page says in a sentence.
-    `drawn`: raw numbers, which only pictures read.
+    `sheets`: {key: Sheet}, finished tables.
+    `conditions`: how it was measured, in words; "" if a note of a table says that.
+    `figures`: {name: text}, numbers that pages show inside sentences.
+    `drawn`: raw numbers by name. Only harness/publishing/pictures.py reads them, to draw pictures.
     """
     made: Made
     sheets: dict
@@ -287,14 +312,19 @@ class Report:
 
 
 def to_json(report):
-    """Write a Report as json: the schema first, nine digits of each number."""
+    """Return a Report as the text of a json file, with the schema first, and with nine digits of each number."""
     fields = {"schema": SCHEMA, **dataclasses.asdict(report), "made": report.made._asdict()}
+    # json has no option for the number of digits, so the text is read once more, and each number is rounded.
+    # parse_float gets each number that isn't whole as text.
     rounded = json.loads(json.dumps(fields), parse_float=lambda digits: float(f"{float(digits):.9g}"))
     return json.dumps(rounded, indent=1) + "\n"
 
 
 def from_json(text):
-    """Read a Report. Raises ValueError, in one line: no json, another schema, other fields."""
+    """Return the Report that `to_json` wrote as `text`.
+
+    Raises ValueError, whose message is one line, if the text is no json, or has another schema or other fields.
+    """
     try:
         fields = json.loads(text)
         schema = fields.pop("schema")
@@ -308,14 +338,14 @@ def from_json(text):
 
 
 def sheet_from(fields):
-    """Make a Sheet of its fields, as json has them."""
+    """Return the Sheet whose fields were read from json, where Column and Marked have become dicts."""
     columns = [Column(**column) for column in fields["columns"]]
     rows = [[Marked(**cell) if isinstance(cell, dict) else cell for cell in row] for row in fields["rows"]]
     return Sheet(**{**fields, "columns": columns, "rows": rows})
 
 
 def load(name):
-    """Read a file of results/. Ends the program, in one line, if it can't be read."""
+    """Return the Report in the file `name` of results/. If it can't be read, end the program with one line."""
     path = ROOT / "results" / name
     try:
         return from_json(path.read_text(encoding="utf-8"))
@@ -325,7 +355,11 @@ def load(name):
 
 
 def save_and_show(path, report, fail):
-    """Write a report to --json, if there is a path, and print its tables, also where the file can't be written."""
+    """Write a report to the file `path`, which is the program's option --json, unless it is None; print its tables.
+
+    If the file can't be written, the tables are printed nevertheless. `fail(message)`, which is called then, ends the
+    program.
+    """
     try:
         if path:
             command_line.write("--json", path, to_json(report), fail)

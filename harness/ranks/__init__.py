@@ -1,1 +1,1 @@
-"""Starts processes, lets them find each other and send messages, and ends every program in a tidy way."""
+"""Starts ranks, the processes of a training run, lets them find each other and send messages, and ends programs."""

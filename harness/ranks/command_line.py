@@ -1,4 +1,8 @@
-"""Does what every program does: end on Ctrl-C in one word, refuse bad input in one line, write a file."""
+"""Does what every program needs: end on Ctrl-C with one word, refuse wrong options in one line, and write a file.
+
+Many functions get an argument `fail`: a function `fail(message)` that prints a line and ends the program, so it never
+returns. It is `error` of a program's Parser, for example.
+"""
 
 import argparse
 import io
@@ -9,43 +13,50 @@ from pathlib import Path
 
 
 def begin():
-    """Make Ctrl-C one word, whenever it comes. A program calls this before it loads torch, which takes seconds."""
+    """Let Ctrl-C, from now on, end this program with one word in place of a traceback.
+
+    A program calls this before it loads torch, which takes seconds.
+    """
     sys.excepthook = say_interrupted
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII alone then shows ? in place of é
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has ASCII only then shows ? in place of é
 
 
 def say_interrupted(kind, error, trace):
-    """Be an excepthook: after Ctrl-C print "interrupted", on rank 0 alone, and end with exit code 130."""
+    """Python calls this, as sys.excepthook, for an error that nothing has caught.
+
+    After Ctrl-C it prints "interrupted", on rank 0 only, and ends the process with exit code 130, as shells do. For any
+    other error it prints the traceback, as Python does.
+    """
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # set by torchrun; a program without ranks hasn't got it
         print("interrupted", file=sys.stderr)
     sys.exit(130)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the options of a program, whose docstring is what --help says."""
+    """Parses the options of a program. `description`, mostly the docstring of its module, is what --help prints."""
 
     def __init__(self, program, description):
         super().__init__(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def error(self, message):
+    def error(self, message):  # argparse calls this for a wrong option; programs call it for other mistakes
         fail(self.prog, message)
 
 
 def add_json(parser, path):
-    """Add --json, whose default is `path`."""
+    """Add the option --json, the file that the program writes, with `path` as its default."""
     parser.add_argument("--json", type=Path, default=Path(path), help="where the result is written")
 
 
 def number(kind, least, most):
-    """Return a type for argparse: an int or float (`kind`) from `least` to `most`; nan is refused."""
+    """Return a `type` for an option of argparse: a number from `least` to `most`. `kind` is int or float."""
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan
+            value = math.nan  # which is refused below, because it is not in any range
         if not least <= value <= most:
             words = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {words} from {least:g} to {most:g}, not {text:.40}")
@@ -57,29 +68,32 @@ COUNT = number(int, 1, 10**6)
 
 
 def add_sizes(add, batch_size):
-    """Add --batch-size and --sequence-length by `add`, the add_argument of a parser."""
+    """Add the options --batch-size and --sequence-length. `add`: the method add_argument of a parser."""
     add("--batch-size", type=COUNT, default=batch_size, help=f"sequences per rank (default {batch_size})")
     add("--sequence-length", type=COUNT, default=128, help="bytes per sequence (default 128)")
 
 
 def fail(program, message):
-    """End `program` because of what its user wrote: one line, exit code 2."""
+    """Print in one line what is wrong with the options that the user of `program` wrote. Ends it with exit code 2."""
     print(f"{program}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def check_length(length, model, models, fail):
-    """Call `fail` with a message where the model of that name takes no sequences of this length."""
+    """Call `fail` if the model of the name `model` takes no sequences of that length. `models`: {name: its sizes}."""
     if length > models[model].block_size:
         fail(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
 
 
 def check_writable(option, path, fail):
-    """Make the folder of `path`, and call `fail` if `path` can't be written: before an hour of measuring, not after."""
+    """Make the folder of `path`, and call `fail` if the file `path`, which `option` names, can't be written.
+
+    A program calls this before it measures for an hour, so that it doesn't fail afterwards.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        path.open("a").close()
+        path.open("a").close()  # "a" makes an empty file, or leaves a file as it is
         if is_new:
             path.unlink()
     except OSError as error:
@@ -87,7 +101,7 @@ def check_writable(option, path, fail):
 
 
 def write(option, path, text, fail):
-    """Write `text` to the file at `path`, or call `fail` with a message."""
+    """Write `text` to the file `path`, which `option` names. If that isn't possible, call `fail`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

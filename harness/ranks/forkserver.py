@@ -1,20 +1,25 @@
-"""Starts the process that loads torch and forks ranks. It loads no torch, so a program can call it first."""
+"""Starts a process that loads torch once, and then forks a rank, a process of a training run, whenever one is needed.
+
+This module doesn't load torch itself. So a program can call it first, and the forkserver loads torch meanwhile.
+"""
 
 import functools
 import multiprocessing
 import signal
 from multiprocessing import forkserver
 
-# torch.optim imports torch._dynamo in its first step. That takes 1.5 seconds, once here and not in every worker. The
-# other two modules, which checkpoints and rows of the bench import, take half a second more.
+# torch.optim imports torch._dynamo when an optimizer makes its first step. That takes 1.5 seconds, which are spent only
+# once, before the ranks are forked, and not in every rank. The other two modules take half a second more. Checkpoints
+# import the one, and bench.py, which compares ways to train, imports the other.
 PRELOADED = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"
 
 
 @functools.cache
 def start_forkserver(modules=PRELOADED):
-    """Start, once, the process that imports `modules` and forks workers on demand, each in milliseconds.
+    """Start the process that imports `modules` and then forks each rank within milliseconds. Later calls do nothing.
 
-    The main thread must make the first call. The process and its children ignore Ctrl-C: the parent ends them.
+    The main thread must make the first call, because no other thread may change a signal's handler. The process and the
+    ranks ignore Ctrl-C, because the process that called this function gets it, too, and ends them.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the new process inherits SIG_IGN

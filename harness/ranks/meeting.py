@@ -1,4 +1,11 @@
-"""Lets ranks find each other, on a device and backend that work, leave together, and report a lost rank."""
+"""Lets ranks find each other on a device and backend that work, leave together, and report a rank that is lost.
+
+A rank is one of the processes that train together. A store is a small table of texts, kept by one process, which all
+ranks read and write. Through it they find each other, before there is a process group. gloo is torch's backend for
+CPUs, and NCCL that for GPUs.
+
+A function whose docstring says "Collective" must be called on every rank, since each rank waits there for the others.
+"""
 
 import atexit
 import concurrent.futures
@@ -15,14 +22,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group, or its default arguments would keep the group alive
+import torch.distributed.nn.functional  # imported later, its default arguments would hold, and keep alive, a group
 
 from guard.refuse import silence_torch
 from harness.ranks import command_line
 
 
 class Rank(NamedTuple):
-    """Names this process among all. `backend` is "nccl" or "gloo"; every tensor of this rank belongs on `device`."""
+    """Says which of the `world_size` ranks this process is, counted from 0, and where it trains.
+
+    `backend` is "nccl" or "gloo". All tensors of this rank should be on `device`.
+    """
     number: int
     world_size: int
     device: torch.device
@@ -33,46 +43,53 @@ class Rank(NamedTuple):
 
 
 def connect(timeout_s=120):
-    """Join the process group that torchrun's environment describes. Returns a Rank; without torchrun there is one rank.
+    """Join the process group of all ranks. torchrun's environment variables say where they meet. Returns a Rank.
 
-    A collective that waits longer than `timeout_s` seconds raises, instead of waiting for a rank that has died.
+    A program that was started without torchrun is the only rank. A collective that waits longer than `timeout_s`
+    seconds for another rank raises, so that no rank waits for ever for a rank that has died.
     """
-    command_line.begin()
-    sys.excepthook = report_lost_rank
+    command_line.begin()  # Ctrl-C then ends the program with one word
+    sys.excepthook = report_lost_rank  # Python calls it for an error that nothing has caught
     silence_torch()  # a stage's guard silences torch's warnings, too, but a bare core doesn't
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # torchrun, which may be killed and can't end its ranks then
+        end_with_parent()  # the parent is torchrun, which can't end its ranks if it is killed
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except ValueError as error:
         command_line.fail(Path(sys.argv[0]).name, f"{error}: see torchrun")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    # When torchrun starts ranks anew, its store still has the addresses of the ranks before: each attempt has a prefix.
+    # When torchrun starts all ranks anew because a rank has failed, the store still has the addresses of the old ranks.
+    # So the keys of each attempt begin with a prefix of its own.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     me = join(rank, world_size, local_rank, local_world_size, timeout_s, store)
-    sys.excepthook = report_lost_rank  # again: init_process_group wraps it, and collects what it prints
+    # Set again, because init_process_group has replaced it by a hook of torch, which collects what this hook prints.
+    sys.excepthook = report_lost_rank
     return me
 
 
 def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
-    """Join the ranks that meet in `store`, by the first backend and device that work on every rank. Returns a Rank.
+    """Form a process group of all ranks that call this with the same `store`. Returns a Rank. Collective.
 
-    `local_rank` numbers the ranks of this host, which has `local_world_size`.
+    The group uses the first of the possible backends and devices that works on every rank. `local_rank` is this rank's
+    number among the `local_world_size` ranks of this host.
     """
     possible = choices(local_rank, local_world_size)
     for number, (backend, device) in enumerate(possible):
         is_last = number == len(possible) - 1
+        # NCCL is tried with another choice behind it only where ranks share a GPU: see `choices`.
         shares_gpu = backend == "nccl" and not is_last
         if shares_gpu:
-            # NCCL refuses two ranks on one GPU of one host. So each says that it is a host of its own, and they talk
-            # through sockets.
+            # NCCL refuses two ranks on one GPU of one host. So each rank says that it is a host of its own, and NCCL
+            # lets them talk through sockets.
             os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
-        old_threads = own_threads()
+        old_threads = own_threads()  # those before gloo starts its threads
         substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
+        # With a device_id, torch lets NCCL connect at once. That may fail where ranks share a GPU, so there NCCL
+        # connects later: in `can_communicate`, which catches the error.
         own_gpu = device if backend == "nccl" and not shares_gpu else None
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=substore, rank=rank,
                                 world_size=world_size, device_id=own_gpu)
@@ -85,10 +102,11 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
 
 
 def choices(local_rank, local_world_size):
-    """Return [(backend, device), …], to be tried in this order. Backend and device are chosen nowhere else.
+    """Return [(backend, device), …], which `join` tries in this order. No other code chooses a backend or a device.
 
-    A rank has one GPU, with NCCL, or everything is on the CPU. With fewer GPUs than ranks, ranks share GPUs if that
-    works. SHARE_GPU=no in the environment leaves the GPUs alone unless there is a GPU for each rank.
+    With a GPU for each rank of this host, each rank uses its GPU, by NCCL. Without GPUs all ranks are on the CPU. With
+    fewer GPUs than ranks, `join` first tries whether ranks can share a GPU, and then takes the CPU. If the environment
+    has SHARE_GPU=no, ranks don't share GPUs.
     """
     has_gpus = torch.cuda.is_available() and dist.is_nccl_available()
     n_gpus = torch.cuda.device_count() if has_gpus else 0
@@ -108,21 +126,25 @@ def prepare(device):
         torch.cuda.set_device(device)
         return
     keep_freed_memory()
-    # More threads than one would make ranks on the same machine fight for its cores.
+    # With more than one thread each, ranks on the same machine would fight for its cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
-WORKS = "works"  # what a rank writes into the store when it can communicate; otherwise it writes the error
+WORKS = "works"  # what a rank writes into the store if it can communicate; otherwise it writes an error
 
 
 def can_communicate(me, store):
-    """Return whether what the stages call works on every rank's device in the default group. Ranks agree by `store`."""
+    """Try the collectives that the stages, the optimizers of this repository, call. Return whether all of them work.
+
+    All ranks return the same, because each writes its own result into `store` and reads what the others have written.
+    Collective.
+    """
     try:
         all_ones = torch.ones(me.world_size, device=me.device)
         n_ranks = torch.ones(1, device=me.device)
         dist.all_reduce(all_ones)
         dist.broadcast(all_ones, src=0)
-        dist.all_gather_into_tensor(all_ones, n_ranks)
+        dist.all_gather_into_tensor(all_ones, n_ranks)  # n_ranks is still 1 on every rank, so all_ones is ones again
         dist.reduce_scatter_tensor(n_ranks, all_ones)
         if me.world_size > 1:  # no rank sends to itself
             next_rank = (me.number + 1) % me.world_size
@@ -135,11 +157,15 @@ def can_communicate(me, store):
     except RuntimeError as refusal:
         answer = str(refusal)
     store.set(str(me.number), answer)
+    # get() waits until the other rank has set its answer.
     return all(store.get(str(rank)).decode() == WORKS for rank in range(me.world_size))
 
 
 def side_group(timeout_s):
-    """Make a gloo group of all ranks for small messages, which don't queue behind what the default group sends."""
+    """Return a new gloo group of all ranks, for small messages, which then don't queue behind large ones. Collective.
+
+    Large messages, such as gradients, are sent through the default group.
+    """
     old_threads = own_threads()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     let_computing_go_first(own_threads() - old_threads)
@@ -148,8 +174,11 @@ def side_group(timeout_s):
 
 @contextlib.contextmanager
 def rank_0_of(d):
-    """Let this process play rank 0 of d while entered: torch's fake process group sends nothing."""
-    from torch.testing._internal.distributed import fake_pg as fake_pg  # makes the backend "fake" known
+    """Let this process, while this context is entered, act as rank 0 of d ranks, of which no other exists.
+
+    The process group is torch's fake one, whose collectives send nothing and return at once.
+    """
+    from torch.testing._internal.distributed import fake_pg as fake_pg  # this import registers the backend "fake"
 
     excepthook_before = sys.excepthook
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=d)
@@ -157,14 +186,18 @@ def rank_0_of(d):
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = excepthook_before  # init_process_group wraps it, each time once more
+        sys.excepthook = excepthook_before  # init_process_group has replaced it by a hook that calls it
 
 
-# ------------------------- A rank that loses another rank names it in one line, and ends: nothing waits without a limit
+# --------------------------------------------------------------------------- A rank that has lost another rank says so
 
 
 def report_lost_rank(kind, error, trace):
-    """End this rank when a collective has failed because another rank is gone or late: one line, and no wait."""
+    """Python calls this, as sys.excepthook, for an error that nothing has caught: all three arguments are the error's.
+
+    If a collective has failed because another rank is gone or late, print one line that names the lost rank, and end
+    this process at once. Other errors are printed as usual.
+    """
     first_line = (str(error).strip().splitlines() or [""])[0]
     is_lost_rank = isinstance(error, dist.DistError) or "gloo" in first_line  # gloo's errors name its source files
     if not is_lost_rank:
@@ -173,26 +206,29 @@ def report_lost_rank(kind, error, trace):
     missing = ", ".join(map(str, _missing_ranks()))
     lost = f"lost rank {missing}: {first_line}" if missing else f"lost another rank: {first_line}"
     print(f"{Path(sys.argv[0]).name}: error: rank {os.environ.get('RANK', 0)} {lost}", file=sys.stderr, flush=True)
-    os._exit(1)  # without leaving the process group, which would wait for the others
+    os._exit(1)  # sys.exit() would leave the process group first, and so wait for the other ranks
 
 
-MISSING_S = 3  # so long a rank that has lost another rank waits for the other ranks to report the same
+MISSING_S = 3  # a rank that has lost another rank waits so many seconds for the other ranks to report a loss, too
 
 
 def _missing_ranks():
-    """Return the ranks that don't report in the store: dead, stopped or busy. [] if the store doesn't answer."""
-    # In a thread, because a store whose process is stopped never answers.
+    """Return the numbers of the ranks that don't report a loss, because they are dead, stopped or busy.
+
+    Returns [] if the store doesn't answer, so that nobody knows.
+    """
+    # _silent_ranks runs in a thread, because a store whose process is stopped never answers.
     silent = concurrent.futures.ThreadPoolExecutor(1).submit(_silent_ranks)
     try:
-        return silent.result(MISSING_S + 2)  # time for the calls to the store, too
+        return silent.result(MISSING_S + 2)  # 2 more seconds for the calls to the store
     except (concurrent.futures.TimeoutError, ValueError, RuntimeError):  # the ranks never met, or the store has gone
         return []
 
 
 def _silent_ranks():
-    """Report in the store that this rank has lost another rank, and return the ranks that don't report.
+    """Report in the store that this rank has lost another rank. Return the ranks that don't report this themselves.
 
-    At least one rank is missing. So as soon as all other ranks but one have reported, that one is returned.
+    At least one rank is lost. So as soon as all other ranks except one have reported, the one that has not is returned.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"lost another: {dist.get_rank()}", "")
@@ -207,36 +243,45 @@ def _silent_ranks():
 # ------------------------------------------------------------------------------------------------------------- Leaving
 
 
-groups_until_exit = []  # references that keep process groups alive until just before Python ends
+groups_until_exit = []  # `disconnect` puts process groups here, so that they stay alive until just before Python ends
 
 
 def disconnect():
-    """Leave the process group together with all ranks: gloo aborts a rank that ends while another talks to it."""
+    """Leave the process group together with all other ranks. Collective.
+
+    The barrier is needed because gloo aborts a rank if it ends while another rank still talks to it.
+    """
     dist.barrier()
-    # Whoever drops the last reference to a group waits for gloo's threads, and such a thread may wait for the GIL, to
-    # release a tensor. A DDP model that outlives this call would drop the reference while it holds the GIL: on a busy
-    # machine 1 run of 7 hung. And Python, once it is ending, kills threads that ask for the GIL: 1 run of 25 aborted,
-    # with such threads delayed. So atexit drops the last reference, before Python ends, and without the GIL.
-    groups_until_exit.extend(dist.distributed_c10d._world.pg_map)
+    # A group ends when the last reference to it is dropped. Whoever drops that reference waits for gloo's threads, and
+    # such a thread may be waiting for the GIL, to release a tensor. Two things went wrong:
+    # - A DDP model that outlived this call dropped the last reference while it held the GIL. On a busy machine 1 run of
+    #   7 hung.
+    # - While Python is ending, it kills threads that ask for the GIL. When such threads were delayed, 1 run of 25
+    #   aborted.
+    # So references are kept here, and atexit drops the last one: before Python ends, and without the GIL.
+    groups_until_exit.extend(dist.distributed_c10d._world.pg_map)  # private: a dict whose keys are all groups
     atexit.register(groups_until_exit.clear)
     dist.destroy_process_group()
 
 
 def leave(code):
-    """End this rank with an exit code, after it has left the process group if there is one."""
+    """Leave the process group, if there is one, and end this process with the exit code. Never returns. Collective."""
     if dist.is_initialized():
         disconnect()
     sys.exit(code)
 
 
 def is_rank_0():
+    """Return whether this is rank 0, or a process without a process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_all_ranks(function, mistakes=ValueError):
-    """Return function(). If it raises one of `mistakes` on any rank: one line from rank 0, and every rank exits with 2.
+    """Call function() on every rank, and return what it returns. Collective if there is a process group.
 
-    The ranks agree first, because torchrun ends all of them as soon as one has ended: rank 0 must have printed by then.
+    If it raises one of the exceptions `mistakes` on any rank, rank 0 prints one line, and every rank ends with exit
+    code 2. All ranks first learn of each other's errors, because torchrun ends all ranks as soon as one of them has
+    ended, and by then rank 0 must have printed its line.
     """
     result = None
     error = None
@@ -244,7 +289,7 @@ def on_all_ranks(function, mistakes=ValueError):
         result = function()
     except mistakes as mistake:
         error = str(mistake)
-    errors = [error]  # by rank
+    errors = [error]  # of each rank; a process without a process group is the only rank
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
@@ -258,37 +303,42 @@ def on_all_ranks(function, mistakes=ValueError):
     leave(2)
 
 
-# ------------------------------------------------------------------------------------ What a process asks of the system
+# -------------------------------------------------------------------------- Requests to Linux and to the C library
 
 
 def end_with_parent():
-    """Ask Linux, in a child, for a SIGTERM when the parent dies, even of SIGKILL. torchrun then ends its ranks."""
-    PR_SET_PDEATHSIG = 1
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    """Ask Linux to send this process a SIGTERM when the parent process dies.
+
+    The parent is torchrun, which ends its ranks when it ends, but not when it is killed by SIGKILL.
+    """
+    PR_SET_PDEATHSIG = 1  # of the system call prctl
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def keep_freed_memory():
-    """Let glibc keep what is freed for the next tensor of that size, as torch's allocator for CUDA does.
+    """Let glibc keep the memory of freed tensors for later tensors, as torch's allocator for CUDA does.
 
-    By default glibc gives large blocks back to Linux, which hands them out again page by page, each page zeroed: up to
-    35,000 page faults a step were counted with the tiny model, and not in each run of the same program.
+    By default glibc gives large blocks back to Linux, which hands them out again page by page, after it has zeroed each
+    page. With the model "tiny" up to 35,000 page faults a step were counted, but not in every run of the same program.
     """
-    M_TRIM_THRESHOLD = -1
-    M_MMAP_THRESHOLD = -3
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not on every libc
+    M_TRIM_THRESHOLD = -1  # glibc gives memory back to Linux when so many bytes are free
+    M_MMAP_THRESHOLD = -3  # glibc asks Linux for a block of its own, which is given back when freed, from this size on
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_THRESHOLD, 2**30)
 
 
 def let_computing_go_first(threads):
-    """Let gloo's `threads`, ids of this process, wait while a computing thread has the core, and not interrupt it.
+    """Keep gloo's threads from interrupting a thread that computes. `threads`: ids of gloo's threads in this process.
 
-    Linux prefers a thread that wakes up, and gloo's threads wake up at each 64 kB that arrive, amid a matrix product.
-    GLOO_PRIORITY=normal in the environment leaves the threads as they are, for a machine with many more ranks than
-    cores. There gloo's threads would get no core while any rank computes, and other ranks wait for what they send.
+    Linux prefers a thread that has just woken up, and gloo's threads wake up for each 64 kB that arrive, also in the
+    middle of a matrix product. So they get a low priority: they run when no thread computes.
+
+    On a machine with many more ranks than cores some rank always computes. gloo's threads would never get a core there,
+    while other ranks wait for what they send. With GLOO_PRIORITY=normal in the environment this function does nothing.
     """
     if os.environ.get("GLOO_PRIORITY") == "normal":
         return
@@ -297,10 +347,10 @@ def let_computing_go_first(threads):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 10)
         except OSError:
-            continue  # it has ended, or this isn't allowed
+            continue  # the thread has ended, or the system doesn't allow the change
 
 
 def own_threads():
-    """Return the set of ids of this process's threads; empty where there is no /proc."""
+    """Return the set of ids of this process's threads. The set is empty on a system without /proc."""
     threads = Path("/proc/self/task")
     return {int(thread.name) for thread in threads.iterdir()} if threads.exists() else set()

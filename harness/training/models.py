@@ -1,6 +1,8 @@
-"""Defines models: a small GPT that is trained, and LLaMA, which is counted and never trained.
+"""Defines two models: a small GPT, which is trained, and a LLaMA, whose parameters are counted and never trained.
 
-Shapes: B sequences, T bytes each, C = width, H = heads, V = vocabulary.
+In comments on shapes, B is the number of sequences in a batch, T the number of tokens in a sequence (a token is a
+byte), C the width of the stream, H the number of attention heads, and V the size of the vocabulary. The stream is the
+tensor (B, T, C) that each block adds to. `config`, in every class, is a GPTConfig or LlamaConfig: see options.py.
 """
 
 import math
@@ -14,7 +16,10 @@ from harness.training.options import GPTConfig
 
 
 class Attention(nn.Module):
-    """Computes causal self-attention. Rows of `to_qkv` are q, k and v of each head in turn."""
+    """Computes causal self-attention.
+
+    The rows of the weight of `to_qkv` are those for q, k and v of the first head, then of the second head, and so on.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -31,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds attention and a two-layer perceptron to the stream, each applied to the normalized stream."""
+    """Adds to the stream what attention makes of the normalized stream, and then what a two-layer perceptron makes."""
 
     def __init__(self, config):
         super().__init__()
@@ -43,14 +48,15 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))  # (B, T, C)
-        return x + self.project(F.gelu(self.widen(self.mlp_norm(x))))  # (B, T, C), inside (B, T, 4C)
+        return x + self.project(F.gelu(self.widen(self.mlp_norm(x))))  # (B, T, C); `widen` returns (B, T, 4C)
 
 
 class GPT(nn.Module):
     """Is a pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
 
-    The output head is a Linear module whose weight is the token embedding's very Parameter: every parameter is read in
-    the forward of a module that owns it, which is where an optimizer's forward hooks look for it.
+    The output head is a Linear module whose weight is the same Parameter object as the weight of the token embedding.
+    So each parameter is used only in the forward() of modules that own it. Stage 4's optimizer, which has a hook before
+    each forward(), relies on that: the hook waits until the parameters of its module have arrived.
     """
 
     def __init__(self, config):
@@ -65,39 +71,44 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self):
+        """Draw weights as GPT-2 does: normal with std 0.02, but smaller for the last matrix of attention and of MLP."""
         for name, param in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(param)
-            elif name.endswith("project.weight"):  # the sum of all that the blocks add must not grow with their number
+            elif name.endswith("project.weight"):  # what 2 * n_layers of these add up to shouldn't grow with n_layers
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers))
             elif param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
-            if name.endswith("to_qkv.weight"):  # drawn for all q, then all k, then all v: results/ are of such weights
+            # The rows have been drawn for q of all heads, then k, then v. They are put in the order that Attention
+            # reads: head by head. The results in results/ were measured with weights that were drawn in this way.
+            if name.endswith("to_qkv.weight"):
                 heads = param.data.unflatten(0, (3, self.config.n_heads, -1))  # (3, H, C/H, C)
                 param.data.copy_(heads.transpose(0, 1).flatten(0, 2))
 
     def forward(self, tokens, targets):
-        """Take (B, T) int64 each. Returns the mean loss in nats per byte, ()."""
+        """Return the mean loss in nats per byte, a tensor of shape (). `tokens` and `targets` are (B, T) int64 each."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
         for block in self.blocks:
             x = block(x)  # (B, T, C)
         logits = self.head(self.norm(x))  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B T, V), (B T,) -> ()
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # (B * T, V), (B * T,) -> ()
 
 
-# ------------------------------------------------------------------------- For make plan: to be counted, never trained
+# -------------------------------------------------------------------- LLaMA, whose parameters `make plan` only counts
 
 
 class LlamaBlock(nn.Module):
-    """Adds attention and SwiGLU to the stream, each applied to the normalized stream.
+    """Adds to the stream what attention makes of the normalized stream, and then what SwiGLU makes of it.
 
-    There are no rotary positions, because they have no parameters.
+    SwiGLU is LLaMA's perceptron: `gate`, `up` and `down`. Rotary positions are left out, because they have no
+    parameters. With tensor parallelism, `config.tensor_parallel` ranks share each layer: every rank has some of the
+    heads and a part of the inner width. The module is the part of one rank.
     """
 
     def __init__(self, config):
         super().__init__()
-        n_ranks = config.tensor_parallel  # that share this layer
+        n_ranks = config.tensor_parallel  # the number of ranks that share this layer
         self.head_width = config.width // config.n_heads
         query_width = config.width // n_ranks
         key_width = config.n_kv_heads // n_ranks * self.head_width
@@ -113,7 +124,7 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(inner_width, config.width, bias=False)
 
     def heads(self, x):
-        """Lay (B, T, heads * C/H) out as (B, heads, T, C/H)."""
+        """Return x, (B, T, heads * C/H), as (B, heads, T, C/H): each head's vectors of width C/H together."""
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def forward(self, x):  # (B, T, C)
@@ -121,6 +132,7 @@ class LlamaBlock(nn.Module):
         q = self.heads(self.to_q(normalized))
         k = self.heads(self.to_k(normalized))
         v = self.heads(self.to_v(normalized))
+        # enable_gqa lets several heads of q share one head of k and v: grouped-query attention.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         x = x + self.project(y.transpose(1, 2).flatten(2))
         normalized = self.mlp_norm(x)
@@ -128,8 +140,11 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
+    """Is the part of a LLaMA that one of `config.tensor_parallel` ranks has."""
+
     def __init__(self, config):
         super().__init__()
+        # This rank's share of the vocabulary.
         vocabulary = math.ceil(config.vocabulary / config.tensor_parallel)
         self.token_embedding = nn.Embedding(vocabulary, config.width)
         self.blocks = nn.Sequential(*(LlamaBlock(config) for _ in range(config.n_layers)))
@@ -142,9 +157,10 @@ class Llama(nn.Module):
 
 
 def model_of(config, dtype):
-    """Build what one rank holds of a model, of a GPTConfig or LlamaConfig. `dtype`: its name.
+    """Return the GPT, or the part of a LLaMA that one rank holds, for `config`. `dtype`: a name, such as "bfloat16".
 
-    The model is made in this dtype, because fake tensors can't be converted in place.
+    The parameters are made in this dtype, and not converted to it: `make plan` makes them as fake tensors, which have
+    shapes but no memory, and torch can't convert fake tensors in place.
     """
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))

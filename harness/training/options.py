@@ -1,4 +1,8 @@
-"""Reads the options of every train.py, and names the models. It imports no torch, so that errors come at once."""
+"""Reads the options of every train.py, and lists the models with their sizes.
+
+This module imports no torch, which takes seconds, so that a user reads at once that an option is wrong. Each of the
+four stages, which are optimizers, has a train.py with the same options. A rank is one of the processes that train.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,34 +13,34 @@ from harness.ranks.command_line import COUNT, number
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. `block_size` is the longest sequence, `lr` a learning rate that suits the model with AdamW."""
+    """Sizes of a GPT, and a learning rate."""
     n_layers: int
-    n_heads: int
-    width: int
-    block_size: int
-    lr: float
-    vocabulary: int = 256  # one symbol for each value of a byte
-    tensor_parallel: int = 1  # as in a LlamaConfig: each rank has whole layers
+    n_heads: int  # heads of attention in each layer
+    width: int  # of the vector that stands for a token between two layers
+    block_size: int  # the number of tokens in the longest sequence
+    lr: float  # a learning rate that suits this model with AdamW
+    vocabulary: int = 256  # a token is a byte
+    tensor_parallel: int = 1  # a field of LlamaConfig, too; 1 says that each rank has whole layers
 
 
-# With 256 symbols the embedding is small: there are more layers than in a GPT-2 of the same number of parameters.
+# The embedding of 256 tokens is small. So these models have more layers than a GPT-2 with as many parameters.
 MODELS = {
     "nano": GPTConfig(n_layers=2, n_heads=2, width=32, block_size=64, lr=1e-3),  # for the tests
     "tiny": GPTConfig(n_layers=6, n_heads=6, width=384, block_size=256, lr=1e-3),  # 10,844,160 parameters
-    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=6e-4),  # 121,478,400
-    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),  # 354,007,040
+    "small": GPTConfig(n_layers=17, n_heads=12, width=768, block_size=1024, lr=6e-4),  # 121,478,400 parameters
+    "medium": GPTConfig(n_layers=28, n_heads=16, width=1024, block_size=1024, lr=3e-4),  # 354,007,040 parameters
 }
 
 
 class LlamaConfig(NamedTuple):
-    """Sizes of a LLaMA. `tensor_parallel` ranks share each layer, and the model that is built is one rank's part."""
+    """Sizes of a LLaMA, which is not trained here: `make plan` counts its parameters."""
     n_layers: int
-    n_heads: int
-    width: int
-    n_kv_heads: int
-    ffn_width: int
+    n_heads: int  # heads of attention in each layer
+    width: int  # of the vector that stands for a token between two layers
+    n_kv_heads: int  # heads that keys and values have; several heads of queries may share one of these
+    ffn_width: int  # the inner width of the feed-forward network
     vocabulary: int = 32000
-    tensor_parallel: int = 1
+    tensor_parallel: int = 1  # so many ranks share each layer, and the model that is built is the part of one rank
 
 
 LLAMAS = {
@@ -51,15 +55,20 @@ PLANNED_MODELS = {**LLAMAS, **GPT2, **MODELS}  # all models that `make plan` cou
 # ------------------------------------------------------------------------------------------------ Options of a train.py
 
 
-PREEMPTED = 75  # a rank's exit code, os.EX_TEMPFAIL: it has saved, and is to be started again
-INTERRUPTED = 130  # a rank's exit code after Ctrl-C, when it has saved: 128 + the number of SIGINT, as in shells
-TIMEOUT_S = 600  # a rank waits so long for another rank
+# Exit codes of a rank that was told to stop, by a signal, and has saved a checkpoint.
+PREEMPTED = 75  # os.EX_TEMPFAIL, by which a program asks to be started again later; training then goes on
+INTERRUPTED = 130  # after Ctrl-C, which is SIGINT: 128 + its number, as in shells
+TIMEOUT_S = 600  # by default a rank waits so many seconds for another rank
+# Types of options. `number` returns a function that refuses a number outside of its two limits.
 SECONDS = number(float, 0.001, 10**6)
 NOT_NEGATIVE = number(float, 0, 10**6)
 
 
 def parse(parser, arguments=None):
-    """Return the options in the list `arguments` (default: the command line). parser.error() gets a mistake."""
+    """Return the options in `arguments`, a list of words; by default those of the command line.
+
+    For a wrong option this calls parser.error(message), which doesn't return: it ends the program, or raises.
+    """
     add = parser.add_argument
     add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")

@@ -1,4 +1,18 @@
-"""Lists the rows of the bench: ways to train a model, by name, with what each row must agree with, send and hold."""
+"""Lists the rows of bench.py's tables: ways to train a model, by name.
+
+For each row this file says how it is set up, with which other training its parameters must agree, and how many bytes it
+should send and hold. Programs that measure compare that with what a row does.
+
+Words that are used below:
+    stage N         one of the four optimizers of this repository, in a folder of its own: optimizer.py is its core, the
+                    plain ShardedOptimizer; distributed.py adds checks, its guard, and has the DistributedOptimizer
+    variant         a file of variants/ that changes a stage
+    peer            an optimizer of torch, or another scheme, that stages are compared with
+    main parameter  the fp32 copy of a 16-bit parameter, which AdamW updates
+    bucket          parameters whose gradients travel in one message
+    overlap         messages travel while a rank computes
+    d               the number of ranks
+"""
 
 import functools
 import importlib
@@ -16,12 +30,12 @@ from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from harness.training import baselines
 from harness.training.baselines import OwnerReduce, Training, bf16_sum, ddp_16bit, in_16_bits, in_ddp
 
-# ------------------------------------------------------------ The names of rows, short because tables fit a terminal
+# --------------------------------------------------- The names of rows, which are short because tables fit a terminal
 
 
-COMPUTE_ONLY = "compute only"
-REFERENCE = "ddp"
-REPLICATED = "replicated"
+COMPUTE_ONLY = "compute only"  # nothing is sent
+REFERENCE = "ddp"  # torch's DistributedDataParallel with AdamW, with which times are compared
+REPLICATED = "replicated"  # every rank updates all parameters, like DDP, but by this repository's code
 NAIVE_BROADCAST = "stage 1 naive broadcast"
 ALL_GATHER = "stage 2 all-gather"
 GRAD_BUFFER = "stage 3 grad buffer"
@@ -33,55 +47,64 @@ ZERO = "ddp + torch ZeRO"
 DDP_AND_MUON = "ddp + muon"
 DDP_BF16_SUM = "ddp summed in bf16"
 NO_OVERLAP = "stage 4 neither"  # neither gradients nor parameters travel while a rank computes
-GRADIENT_OVERLAP = "stage 4 only gradients"
-PARAMETER_OVERLAP = "stage 4 only parameters"
+GRADIENT_OVERLAP = "stage 4 only gradients"  # only gradients do
+PARAMETER_OVERLAP = "stage 4 only parameters"  # only parameters do
 HALF_OVERLAPS = [NO_OVERLAP, GRADIENT_OVERLAP, PARAMETER_OVERLAP]
-# Names in make plan. HYBRID_RANKS ranks, eight nodes of eight, share the state: 1/64 is nearly all that sharding saves.
+# Names that only `make plan` uses, which calculates training on many GPUs. In the hybrid row 64 ranks, on eight nodes
+# of eight GPUs, share a state, since a rank that holds 1/64 already saves nearly everything that sharding can save.
 HYBRID_RANKS = 64
 STAGE_4_BF16 = "stage 4 bf16"
 HYBRID_BF16 = f"hybrid of {HYBRID_RANKS} bf16"
-# The reference and the stages: what one picture shows.
+# The ladder: the reference, and then the stages in their order.
 LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
 
-ONE_PARAMETER = 1e-6  # MiB: a bucket is closed by the first parameter in it
-DEFAULT_MB = 25  # of a bucket of DDP
-SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # of buckets, in MiB, that a sweep tries
+ONE_PARAMETER = 1e-6  # MiB: buckets are so small that the first parameter in a bucket fills it
+DEFAULT_MB = 25  # MiB: DDP's default size of a bucket
+SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # sizes of buckets, in MiB, all of which a sweep measures
 
 
 class RowId(NamedTuple):
-    """Names a row of the catalogue, with buckets of `bucket_mb` MiB; None: with buckets of the default size."""
-    base: str
-    bucket_mb: float | None = None
+    """Names a row of this file together with a size of buckets."""
+    base: str  # name of the row
+    bucket_mb: float | None = None  # size of buckets in MiB; None: the default size of this row
 
     @property
     def name(self):
+        """Return the name in one line, such as "ddp, 4 MiB buckets"."""
         return self.base if self.bucket_mb is None else f"{self.base}, {self.size} buckets"
 
     @property
     def label(self):
-        """Return the name, in two lines if there is a bucket size, because a table has to fit a terminal."""
+        """Return the name, in two lines if it has a size of buckets, because tables have to fit a terminal."""
         return self.base if self.bucket_mb is None else f"{self.base},\n  {self.size} buckets"
 
     @property
     def size(self):
-        """Write the size of a bucket in words."""
+        """Return the size of buckets in words."""
         if self.bucket_mb is None:
             return "default"
         return "one-parameter" if self.bucket_mb == ONE_PARAMETER else f"{self.bucket_mb:g} MiB"
 
 
-# ------------------------------------------------ Ways to train: build(model, AdamW's settings, bucket_mb) -> Training
-# `bucket_mb` is the size of a bucket in MiB. None is the default size, or says that there are no buckets.
+# ------------------------------------------------------------------------------------------------------ Ways to train
+# Each way to train is a function build(model, adamw, bucket_mb=None), called on every rank, which returns a Training:
+# the model with its optimizer, ready for the training loop (baselines.py).
+#   adamw: AdamW's settings, {"lr": …, …}
+#   bucket_mb: the size of buckets in MiB; None: the default size, also for ways that have no buckets
+# A function below that takes other arguments returns such a function `build`.
 
 
 def compute_only(model, adamw, bucket_mb=None):
+    """Set up a rank that trains on its own, and sends nothing."""
     return Training(model, model, torch.optim.AdamW(model.parameters(), **adamw))
 
 
 def with_ddp(make, hook=None, is_alone=False):
-    """Let DDP average the gradients while backward runs, in buckets; `make(params, **adamw)` makes the optimizer.
+    """Let DDP average the gradients in buckets while backward() runs. `make(params, **adamw)` makes the optimizer.
 
-    `is_alone`: DDP has a gloo group of this rank alone, because DDP can't work with ranks whose messages go nowhere.
+    hook: a communication hook of DDP, which sends gradients in another way.
+    is_alone: DDP gets a gloo group with only this rank in it. `make plan` asks for that, because it runs one rank whose
+        messages go nowhere, and DDP can't work with those.
     """
     def build(model, adamw, bucket_mb=None):
         group = dist.new_group([0], backend="gloo") if is_alone else None
@@ -91,18 +114,20 @@ def with_ddp(make, hook=None, is_alone=False):
 
 
 def beneath_ddp(package):
-    """Let DDP average the gradients, and stage 1 or 2 update the parameters."""
+    """Let DDP average the gradients, and the stage in the folder `package`, 1 or 2, update the parameters."""
     return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw))
 
 
+# Two of the ways to train.
 ddp = with_ddp(torch.optim.AdamW)
 ddp_summed_in_bf16 = with_ddp(torch.optim.AdamW, hook=bf16_sum)
 
 
 def ddp_and_zero(model, adamw, bucket_mb=None, is_alone=False):
-    """Set up ZeroRedundancyOptimizer as its documentation says: each rank broadcasts the parameters that it updates.
+    """Set up DDP and torch's ZeroRedundancyOptimizer, "ZeRO", as its documentation says.
 
-    With a bucket size ZeRO is tuned, too: the parameters of a rank are views of one tensor, which is sent as a whole.
+    Each rank updates some parameters and broadcasts them. If DDP's buckets are tuned, which `bucket_mb` says, ZeRO is
+    tuned, too: then the parameters of a rank are views of one tensor, which is broadcast as a whole.
     """
     def make_zero(params, **adamw):
         is_tuned = bucket_mb is not None
@@ -111,7 +136,10 @@ def ddp_and_zero(model, adamw, bucket_mb=None, is_alone=False):
 
 
 def fsdp2(reshard_after_forward):
-    """Set up FSDP2 as its documentation says: each block is a unit, and the rest of the model is the last one."""
+    """Set up FSDP2, torch's fully_shard, as its documentation says: by block, and then the rest of the model.
+
+    reshard_after_forward: whether a rank drops the parameters of the others after forward, and gathers them once more.
+    """
     def build(model, adamw, bucket_mb=None):
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for module in [*model.blocks, model]:
@@ -121,14 +149,18 @@ def fsdp2(reshard_after_forward):
 
 
 def stage(optimizer, name="DistributedOptimizer", prefetch=False, **settings):
-    """Set up an optimizer: a class, or the class `name` of a package. A ShardedOptimizer is a stage without its guard.
+    """Set up a stage or a variant.
 
-    `settings`: other arguments of the class.
+    Args:
+        optimizer: its class; or the name of a package that has the class `name`. The class "ShardedOptimizer" is the
+            core of a stage, without the checks of its guard.
+        prefetch: whether parameters arrive during the next forward pass, which stage 4 and its variants can do.
+        settings: other arguments of the class.
     """
     def build(model, adamw, bucket_mb=None):
         cls = optimizer_class(optimizer, name) if isinstance(optimizer, str) else optimizer
         arguments = {**settings, **adamw}
-        if bucket_mb is not None:
+        if bucket_mb is not None:  # asked for only in rows whose `has_buckets` is True
             arguments["bucket_cap_mb"] = bucket_mb
         optimizer_of_model = cls(model.parameters(), torch.optim.AdamW, **arguments)
         if prefetch:
@@ -138,7 +170,10 @@ def stage(optimizer, name="DistributedOptimizer", prefetch=False, **settings):
 
 
 def hybrid(group_size):
-    """Set up stage 4 in groups of neighbours, replicated across them. `group_size(d)`: ranks that share a state."""
+    """Set up variants/hybrid.py: a group of neighbouring ranks shares a state as in stage 4; each group has a copy.
+
+    `group_size(d)` returns how many of d ranks are in a group.
+    """
     def build(model, adamw, bucket_mb=None):
         d = dist.get_world_size()
         n_groups = d // group_size(d)
@@ -148,26 +183,33 @@ def hybrid(group_size):
 
 
 def size_of_pairs(d):
-    """Return how many ranks share the state in the row `variants hybrid`: 2 where that leaves several groups, or 1."""
+    """Return how many of d ranks share a state in the row "variants hybrid": 2 if that makes several groups, else 1."""
     return 2 if d > 2 and d % 2 == 0 else 1
 
 
 def size_of_hybrid_groups(d):
-    """Return how many ranks share the state in make plan: HYBRID_RANKS, or fewer where d is no multiple of them."""
+    """Return how many of d ranks share a state in `make plan`: HYBRID_RANKS, or fewer if that doesn't divide d."""
     return math.gcd(HYBRID_RANKS, d)
 
 
 def same_bits(model, adamw, bucket_mb=None):
-    """Set up variants/same_bits.py with one leaf on each rank, which is as much work as in the other rows."""
+    """Set up variants/same_bits.py, which cuts a batch into `leaves` parts and adds their gradients up as in a tree.
+
+    With one leaf on each rank, it computes as much as the other rows do.
+    """
     return stage("variants.same_bits", prefetch=True, leaves=dist.get_world_size())(model, adamw, bucket_mb)
 
 
 def optimizer_class(package, name="DistributedOptimizer"):
+    """Import a package, and return its class of that name."""
     return getattr(importlib.import_module(package), name)
 
 
 def by_muon_rows(name):
-    """Return a `build` that calls `name` of variants/muon_rows.py, imported only then: variants/ imports harness/."""
+    """Return a `build` that calls the function `name` of variants/muon_rows.py.
+
+    That module is imported when `build` is called, because it imports harness/ itself.
+    """
     def build(model, adamw, bucket_mb=None):
         return getattr(importlib.import_module("variants.muon_rows"), name)(model, adamw)
     return build
@@ -179,69 +221,86 @@ overlap = stage(STAGE_4, prefetch=True)
 
 
 class Configuration(NamedTuple):
-    """A row: a way to train, with what it must agree with, and what it should send and hold.
+    """A row: a way to train, another training with which it must agree, and the bytes that it should send and hold.
 
-    Costs are bytes per parameter, with AdamW. In a step a rank sends `sends` times (d-1)/d. After a step it holds
-    `whole` + `shared` / n, where n ranks share the state, and the buffers of buckets. Gradients are included.
+    There are d ranks, of which n share a state. With AdamW, in a step a rank sends `sends` * (d-1)/d bytes per
+    parameter, where a parameter is one element of a tensor. After a step it holds `whole` + `shared` / n bytes per
+    parameter, where gradients are counted, too, and besides that the buffers of its buckets. For example, with DDP in
+    fp32 each rank holds all parameters, gradients, and both moments of AdamW, each of 4 bytes: whole=16.
     """
     name: str
-    kind: str  # floor (learns nothing of other ranks), reference, stage, peer, or noise (the reference once more)
+    # "floor" learns nothing from other ranks, "reference" is DDP, "noise" is DDP measured once more, and the other
+    # kinds are "stage" (variants, too) and "peer".
+    kind: str
     build: Callable  # (model, AdamW's settings, bucket_mb=None) -> Training
-    sends: float
-    whole: float
-    shared: float = 0
-    rest_whole: float | None = None  # `whole` for the parameters of the first of two optimizers; None: there is one
-    rest_shared: float = 0  # `shared` for these parameters
-    sharing: Callable = lambda d: d  # d -> n
-    starts_apart: bool = True  # each rank begins with other weights, and the constructor must broadcast those of rank 0
+    sends: float  # bytes per parameter, before they are multiplied by (d-1)/d
+    whole: float  # bytes per parameter of what every rank holds
+    shared: float = 0  # bytes per parameter of what n ranks share, so that a rank holds 1/n of them
+    # If a row has two optimizers, `whole` and `shared` are those of the second one, and the next two fields are those
+    # of the first one, which has the rest of the parameters. None: the row has one optimizer.
+    rest_whole: float | None = None
+    rest_shared: float = 0
+    sharing: Callable = lambda d: d  # returns n for d
+    starts_apart: bool = True  # ranks begin with different weights, so that the row has to broadcast those of rank 0
     dtype: str = "float32"  # of the parameters
-    reference: Callable = ddp  # builds the training that this row must agree with
-    has_buckets: bool = False  # whether a size of buckets may be chosen
-    base: str | None = None  # the row that a variant's time is compared with
+    reference: Callable = ddp  # the `build` of the training with which this row must agree
+    has_buckets: bool = False  # whether `build` takes a size of buckets
+    base: str | None = None  # name of the row with which a variant's time is compared
 
     def wire_bytes(self, numel, d):
+        """Return how many bytes a rank should send in a step, for `numel` elements of parameters on d ranks."""
         return self.sends * numel * (d - 1) / d
 
     def bytes_per_param(self, numel, d, optimizer):
+        """Return how many bytes per parameter a rank should hold after a step. `optimizer`: what `build` has made.
+
+        An object with the attribute `optimizers` holds two optimizers, of which the first has the rest.
+        """
         optimizers = getattr(optimizer, "optimizers", [optimizer])
         held = self.whole + self.shared / self.sharing(d)
         if self.rest_whole is not None:
             rest_held = self.rest_whole + self.rest_shared / d
+            # The number of elements in the parameters of the first optimizer.
             n_rest = sum(param.numel() for group in optimizers[0].param_groups for param in group["params"])
             held = (held * (numel - n_rest) + rest_held * n_rest) / numel  # the average over all elements
+        # An optimizer with buckets, such as stage 4's, says how many bytes its buffers have.
         buffer_bytes = sum(getattr(part, "bucket_buffer_bytes", 0) for part in optimizers)
         return held + buffer_bytes / numel
 
 
-# --------------------------------------------------------------------------- Stage 4 without one half of its overlap
+# ---------------------------------------------------------------------- Stage 4 with gradients that don't overlap
 
 
 class LateSender(stage4_overlap.DistributedOptimizer):
-    """Does what stage 4 does, but sends no bucket before the backward pass has ended."""
+    """Does what stage 4 does, but sends no bucket of gradients before the backward pass has ended."""
 
     pass_has_ended = False
 
-    def send_full_buckets(self):
+    def send_full_buckets(self):  # stage 4 calls it whenever a gradient is ready, and at the end of the pass
         if self.pass_has_ended:
             super().send_full_buckets()
 
-    def _finish_round(self):
+    def _finish_round(self):  # stage 4 calls it at the end of the pass, to send what is left
         self.pass_has_ended = True
         super()._finish_round()
         self.pass_has_ended = False
-
 
 
 # ----------------------------------------------------------------------------------------------------------- The rows
 
 
 def variant(name, build=None, sends=8, whole=4, shared=12, base=OVERLAP, **fields):
-    """Make the row of a file of variants/; by default it sends and holds what stage 4 does."""
+    """Return the row of variants/`name`.py. By default it is set up as stage 4 is, and sends and holds as much.
+
+    `fields`: other fields of the Configuration.
+    """
     build = build or stage(f"variants.{name}", prefetch=True)
     return Configuration(f"variants {name}", "stage", build, sends, whole, shared, base=base, **fields)
 
 
-# With parameters in 16 bits, and AdamW on fp32 copies. Each divides and sums as its reference does.
+# Rows with parameters in bfloat16, whose main parameters AdamW updates. In "stage 3 bf16/fp32" parameters are bf16 and
+# gradients fp32. Before ranks add their gradients up, each rank divides its gradient by d. A row and its reference
+# divide in the same dtype and add in the same dtype: see baselines.MainParamsTraining.
 STAGE_3_IN_BF16 = [
     Configuration("stage 3 bf16/fp32", "stage", stage(STAGE_3, grad_dtype=torch.float32), sends=6, whole=6, shared=12,
                   dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
@@ -252,7 +311,7 @@ IN_BF16 = [
     Configuration(f"{COMPUTE_ONLY} bf16", "floor", in_16_bits(alone=True), sends=0, whole=20, starts_apart=False,
                   dtype="bfloat16", reference=in_16_bits()),
     *STAGE_3_IN_BF16,
-    # NCCL alone would sum in 16 bits.
+    # Without reduce_dtype, NCCL would add gradients in 16 bits, and gloo in fp32.
     Configuration(OVERLAP_BF16, "stage", stage(STAGE_4, prefetch=True, reduce_dtype=torch.float32), sends=4, whole=2,
                   shared=16, dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
 ]
@@ -274,7 +333,7 @@ ROWS = [
     Configuration("ddp again", "noise", ddp, sends=8, whole=16),
     *IN_BF16,
 ]
-# Shown where --rows asks for them.
+# Rows that are measured only if the option --rows asks for them.
 VARIANTS = [
     variant("per_parameter", stage("variants.per_parameter"), whole=8, shared=8, base=GRAD_BUFFER),
     Configuration(DDP_AND_MUON, "peer", ddp_and_muon, sends=8, whole=12, rest_whole=16, starts_apart=False,
@@ -293,12 +352,13 @@ VARIANTS = [
     Configuration(DDP_BF16_SUM, "peer", ddp_summed_in_bf16, sends=4, whole=16,
                   reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]
-# Rows of two hosts, which show how much time each half of the overlap saves.
+# Rows that are measured on two hosts. They show how much time is saved while gradients travel during the backward pass,
+# and how much while parameters travel during the forward pass.
 BUILD_HALF = {NO_OVERLAP: stage(LateSender), GRADIENT_OVERLAP: stage(STAGE_4),
               PARAMETER_OVERLAP: stage(LateSender, prefetch=True)}
 HALVES = [Configuration(name, "stage", build, sends=8, whole=4, shared=12, has_buckets=True)
           for name, build in BUILD_HALF.items()]
-# Rows of make plan: with 16-bit parameters, for GPUs.
+# Rows of `make plan`, which all have 16-bit parameters, as training on GPUs has.
 PLANNED = [
     Configuration("ddp bf16", "stage", ddp_16bit, sends=4, whole=20, dtype="bfloat16", has_buckets=True),
     Configuration("owner reduce bf16", "stage", owner_reduce, sends=4, whole=2, shared=6, dtype="bfloat16",
@@ -312,22 +372,22 @@ PLANNED = [
 ]
 
 
-# --rows variants also measures these rows, with which the variants are compared.
+# The option --rows variants asks for these rows, too, because the variants are compared with them.
 BASES_OF_VARIANTS = GRAD_BUFFER, OVERLAP, OVERLAP_BF16, DDP_BF16_SUM
 
 
 def is_asked(text, name):
-    """Return whether --rows `text`, parts of names with commas between them, asks for the row of that name."""
+    """Return whether the option --rows asks for the row `name`. `text`: parts of names, with commas between them."""
     if text == "variants" and name in BASES_OF_VARIANTS:
         return True
     return any(part in name for part in text.split(","))
 
 
 class Rung(NamedTuple):
-    """A row of README's ladder."""
-    row: str
-    title: str
-    collectives: str
+    """A line of README's table, which is called the ladder."""
+    row: str  # name of the row that was measured
+    title: str  # what the table calls it
+    collectives: str  # what is sent in a step, in words
 
 
 RUNGS = [
@@ -343,9 +403,9 @@ RUNGS = [
 
 
 def find(base, bucket_mb=None):
-    """Return the Configuration of that name, with buckets of `bucket_mb` MiB; None: with buckets of the default size.
+    """Return the Configuration of the row `base`, with buckets of `bucket_mb` MiB; None: of the default size.
 
-    Raises LookupError: there is no such row.
+    Raises LookupError if there is no such row, or if the row has no buckets whose size could be chosen.
     """
     by_name = {row.name: row for row in [*ROWS, *HALVES, *PLANNED, *VARIANTS]}
     configuration = by_name[base]
@@ -353,6 +413,7 @@ def find(base, bucket_mb=None):
         return configuration
     if not configuration.has_buckets:
         raise LookupError(f"there is no row {RowId(base, bucket_mb).name!r}")
-    # The reference is the row with the default size.
+    # Only DDP with its default size is the reference.
     kind = "peer" if configuration.kind == "reference" else configuration.kind
+    # functools.partial fixes the argument bucket_mb of `build`.
     return configuration._replace(kind=kind, build=functools.partial(configuration.build, bucket_mb=bucket_mb))

@@ -1,4 +1,9 @@
-"""Serves every train.py: its options, its model, and its run, with data, checkpoints, and what the reader is told."""
+"""Does what every train.py needs besides an optimizer: options, the model, the data, printed lines, and checkpoints.
+
+Each stage, which is one of four optimizers, has a train.py with the training loop, which calls functions of this module
+and methods of its Run. A rank is one of the processes that train together. A function whose docstring says "Collective"
+must be called on every rank, because ranks wait for each other in it.
+"""
 
 import argparse
 import math
@@ -15,17 +20,21 @@ import torch.distributed as dist
 
 import checkpoint
 from harness.ranks import meeting
-from harness.ranks.meeting import disconnect as disconnect
+from harness.ranks.meeting import disconnect as disconnect  # every train.py calls it from here
 from harness.ranks.meeting import is_rank_0, leave, on_all_ranks, side_group
 from harness.training import corpus, models, options
 from harness.training.options import INTERRUPTED, PREEMPTED, SECONDS, TIMEOUT_S
 
-STEPS_PER_LINE = 10  # a line with a loss comes after so many steps, and after the first and the last step
-CHECKPOINT_ERRORS = OSError, ValueError, checkpoint.CheckpointError  # the user reads them in one line
+STEPS_PER_LINE = 10  # a line with the loss is printed after so many steps, and after the first and the last step
+CHECKPOINT_ERRORS = OSError, ValueError, checkpoint.CheckpointError  # on_all_ranks shows them to a user in one line
 
 
 def connect():
-    """Join the other ranks. Returns a Rank. If --timeout is wrong, parse_args will say so."""
+    """Join the other ranks, and return a Rank: number, world_size, device, backend. Collective.
+
+    Joining needs the option --timeout, so only this option is parsed here. `parse_args` parses all options later, when
+    rank 0 alone can print what is wrong with them. If --timeout is wrong, the ranks join with its default until then.
+    """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--timeout", type=SECONDS, default=TIMEOUT_S)
     try:
@@ -36,33 +45,39 @@ def connect():
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints on one rank what argparse would print on each."""
+    """Parses options on every rank, and prints on rank 0 only. argparse calls these three methods."""
 
     def error(self, message):
-        raise ValueError(f"{message} (--help shows all options)")
+        raise ValueError(f"{message} (--help shows all options)")  # on_all_ranks prints it
 
     def _print_message(self, message, file=None):
         if is_rank_0():
             super()._print_message(message, file)
 
-    def exit(self, status=0, message=None):
-        leave(status)
+    def exit(self, status=0, message=None):  # after --help
+        leave(status)  # ends this process, after it has left the process group
 
 
 def parse_args(description):
-    """Parse the command line. After a mistake rank 0 prints one line, and all ranks exit with 2."""
+    """Return the options of the command line. `description`: what --help prints. Collective.
+
+    If an option is wrong, rank 0 prints one line, and all ranks end with exit code 2.
+    """
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     return on_all_ranks(lambda: options.parse(parser))
 
 
 def build_model(args, rank):
-    """Build the model of the command line on this rank's device, with the same weights on every rank and machine."""
+    """Return the model that the options name, on the rank's device, with the same weights on every rank and machine."""
     torch.manual_seed(args.seed)
     return models.GPT(models.MODELS[args.model]).to(rank.device, getattr(torch, args.dtype))
 
 
 def warmup_then_cosine(steps):
-    """Return the factor of the lr for LambdaLR: up to 1 in the first fifth (at most 100 steps), then down to 0.1."""
+    """Return a function for torch's LambdaLR: it gets the number of a step, and returns a factor of the learning rate.
+
+    The factor grows to 1 during the first fifth of `steps`, or the first 100, and then falls to 0.1 as a cosine does.
+    """
     warmup = max(1, min(steps // 5, 100))
 
     def factor(step):
@@ -74,20 +89,22 @@ def warmup_then_cosine(steps):
 
 
 class Line(NamedTuple):
-    """The last line with a loss: after how many steps it came, and when."""
-    n_done: int
-    time: float
+    """Notes of the last printed line with a loss, from which the next line measures the speed."""
+    n_done: int  # how many steps were done then
+    time: float  # when the line was printed, in seconds of time.perf_counter()
 
 
 class Run:
-    """Trains from the newest checkpoint on. Rank 0 prints conditions, losses and speed.
+    """Counts the steps of a training run, from the newest checkpoint on, and saves. Rank 0 prints losses and speed.
 
-    Losses are means over the ranks, over the micro-batches, and over the steps since the last line with a loss.
+    The loop of a train.py calls `steps`, `batch` and `add_loss`, and trains the model itself. In a step a rank may run
+    several micro-batches, whose gradients add up. A printed loss is a mean over the ranks, over the micro-batches, and
+    over the steps since the last line with a loss. To make a Run is collective.
     """
 
     def __init__(self, args, rank, model, optimizer, scheduler):
-        self.args = args
-        self.rank = rank
+        self.args = args  # the options of the command line
+        self.rank = rank  # a Rank
         self.model = model
         train_text, validation_text = on_all_ranks(
             lambda: corpus.load_parts(args.data, args.sequence_length), (OSError, ValueError))
@@ -96,18 +113,24 @@ class Run:
         self.validation = corpus.validation_batches(validation_text, args.batch_size, args.sequence_length,
                                                     rank.number, rank.world_size, rank.device)
         self.checkpoints = Checkpoints(args, model, optimizer, scheduler)
-        self.loss_sum = torch.zeros((), device=rank.device)  # of this rank, since the last line
+        self.loss_sum = torch.zeros((), device=rank.device)  # sum of this rank's losses since the last printed line
 
     def batch(self, step, micro_batch):
-        """Return (tokens, targets) of a micro-batch on this rank, each (B, T) int64."""
+        """Return (tokens, targets) of a micro-batch on this rank, each (sequences, bytes of a sequence) int64."""
         return self.batches.batch(step * self.args.accumulate + micro_batch)
 
     def add_loss(self, loss):
-        """Add one micro-batch's part of the step's loss, a scalar tensor. The CPU doesn't wait for the loss here."""
+        """Add a micro-batch's part of the loss of a step, a scalar tensor, to the loss that is printed next.
+
+        The sum stays on the GPU, so that the CPU doesn't wait here until the loss is known.
+        """
         self.loss_sum += loss.detach()
 
     def steps(self):
-        """Yield the number of each step, for the caller to run the step. Print the loss, or save, when it is time."""
+        """Yield the number of each step. The caller runs the step. Then this function prints or saves, if it is time.
+
+        Collective, as each step is.
+        """
         self.say_conditions()
         self.say(f"validation loss before: {self.evaluate():.4f}")
         first_step = self.checkpoints.first_step
@@ -124,11 +147,12 @@ class Run:
         self.say(f"validation loss after: {self.evaluate():.4f}")
 
     def say_loss(self, n_done, last):
-        """Print the loss and the speed of the steps since the line `last`. Collective."""
+        """Print the mean loss and the speed of the steps since the line `last`, a Line. Collective."""
         args = self.args
         n_steps = n_done - last.n_done
         dist.all_reduce(self.loss_sum)
-        loss = self.loss_sum.item() / n_steps / self.rank.world_size  # item() waits for the device
+        # item() waits until the device has done all steps, so the time is read after it.
+        loss = self.loss_sum.item() / n_steps / self.rank.world_size
         self.loss_sum.zero_()
         seconds = (time.perf_counter() - last.time) / n_steps
         tokens = self.rank.world_size * args.accumulate * args.batch_size * args.sequence_length
@@ -140,7 +164,7 @@ class Run:
     def evaluate(self):
         """Return the mean loss over the validation sequences of all ranks, in nats per byte. Collective."""
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)  # of losses, of sequences
+        sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)  # sum of losses, and number of sequences
         for tokens, targets in self.validation:
             loss = self.model(tokens, targets).double()
             sums += torch.stack([loss * len(tokens), loss.new_tensor(len(tokens))])
@@ -150,6 +174,7 @@ class Run:
         return loss_sum / n_sequences
 
     def say_conditions(self):
+        """Print what is trained, on how many ranks, and on how much data per step."""
         args = self.args
         script = Path(sys.argv[0]).resolve()
         n_params = sum(param.numel() for param in self.model.parameters())
@@ -158,77 +183,98 @@ class Run:
                  f"{args.accumulate} x {args.batch_size} sequences of {args.sequence_length} bytes a rank and step")
 
     def say(self, line):
+        """Print a line, on rank 0 only."""
         if self.rank.number == 0:
-            print(line, flush=True)  # torchrun reads it through a pipe
+            # Flushed, because under torchrun a rank prints into a pipe, where Python would hold lines back.
+            print(line, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------ Its checkpoints
+# ------------------------------------------------------------------------------------------ Checkpoints of a Run
 
 
-N_KEPT = 3  # of the newest checkpoints
+N_KEPT = 3  # so many checkpoints, the newest, stay in the folder; older ones are removed
 
 
 def checkpoints_in(folder):
-    """Return the paths of a run's checkpoints, the newest first. Folders of other names are not the run's."""
+    """Return the paths of all checkpoints in a folder, the newest first. Each is a folder such as step-00000100.
+
+    Anything in the folder that has another form of name was not written by a Run, and is left alone.
+    """
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 class StopSignal:
-    """Knows whether a rank was told to stop, as all ranks see it after the same step. The handler only takes a note.
+    """Handles signals that tell a rank to stop, so that all ranks save and stop after the same step.
 
-    After a Ctrl-C, another Ctrl-C ends the rank at once, and so does the SIGTERM of a launcher that has ended.
+    A signal may come at any moment, and only to some of the ranks. So the handler only takes a note of it, and after
+    each step the ranks ask each other by `agreed_signal`. After a Ctrl-C, another Ctrl-C ends the rank at once. So does
+    a SIGTERM, which torchrun sends to its ranks when it ends.
     """
 
     def __init__(self, timeout_s):
-        self.numbers = [0]  # of the signals that have arrived; 0 is none
+        self.numbers = [0]  # numbers of the signals that have arrived; 0 stands for no signal
         for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
-            if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as under nohup: the terminal may go
+            # An ignored signal stays ignored: under nohup a program ignores SIGHUP, which a terminal sends when closed.
+            if signal.getsignal(signal_number) is not signal.SIG_IGN:
                 signal.signal(signal_number, self._take_note)
-        self.group = side_group(timeout_s)
+        self.group = side_group(timeout_s)  # a process group of gloo for small messages
 
-    def _take_note(self, signal_number, frame):
+    def _take_note(self, signal_number, frame):  # Python calls it when a signal has arrived
         self.numbers.append(signal_number)
         if signal_number == signal.SIGINT:
+            # From now on both signals do what they do by default: they end the process.
             sys.unraisablehook = end_by_late_signal
             for ends_now in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(ends_now, signal.SIG_DFL)
 
     def agreed_signal(self):
-        """Return a signal that some rank has had, the same on every rank, or None. Collective."""
+        """Return a signal that some rank has got, or None. All ranks return the same. Collective."""
         largest = torch.tensor(max(self.numbers))  # () int64
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return signal.Signals(largest.item()) if largest else None
 
 
 def end_by_late_signal(unraisable):
-    """End this rank by a signal that came while its handler was being taken away: Python reports that as an OSError."""
+    """Python calls this, as sys.unraisablehook, for an error that it can't raise anywhere.
+
+    If a signal came just while `_take_note` was taking its handler away, Python drops the signal and reports an OSError
+    here. Then this rank is ended, as the signal would have ended it.
+    """
     if "ignored due to race condition" in str(unraisable.exc_value):
         os.kill(os.getpid(), signal.SIGTERM)
     sys.__unraisablehook__(unraisable)
 
 
 class Checkpoints:
-    """Saves every args.save_every steps, after the last and after a signal, if args.checkpoint names a folder."""
+    """Loads the newest checkpoint, and saves checkpoints, if the option --checkpoint names a folder. Collective.
+
+    It saves every args.save_every steps, after the last step, and after a signal.
+    """
 
     def __init__(self, args, model, optimizer, scheduler):
-        self.args = args
+        self.args = args  # the options of the command line
         self.model = model
         self.optimizer = optimizer
-        self.first_step = 0  # the number of steps that were done when the loaded checkpoint was saved
+        self.first_step = 0  # how many steps the loaded checkpoint has; with this number training goes on
         if args.checkpoint:
             self.folder = Path(args.checkpoint)
+            # on_all_ranks calls the function on every rank, and ends all ranks if it raises one of these errors on any.
             on_all_ranks(lambda: self.folder.mkdir(parents=True, exist_ok=True), CHECKPOINT_ERRORS)
-            paths_of_rank_0 = [checkpoints_in(self.folder)]
-            dist.broadcast_object_list(paths_of_rank_0, src=0)  # hosts may see a new folder at different moments
+            # Rank 0 sends its list of paths to all ranks, because other hosts may not see a new folder yet.
+            paths_of_rank_0 = [checkpoints_in(self.folder)]  # a list with one object, which the broadcast replaces
+            dist.broadcast_object_list(paths_of_rank_0, src=0)
             if paths_of_rank_0[0]:
                 self._resume(paths_of_rank_0[0][0], scheduler)
             self.stop_signal = StopSignal(args.timeout)
 
     def _resume(self, path, scheduler):
-        """Load the checkpoint `path`, and go on by the command's settings. Collective."""
+        """Load the checkpoint `path`. The learning rate and weight decay are not the saved ones, but the options'.
+
+        Collective.
+        """
         extra = on_all_ranks(lambda: checkpoint.load(path, self.model, self.optimizer), CHECKPOINT_ERRORS)
         self.first_step = extra["step"]
-        scheduler.last_epoch = self.first_step
+        scheduler.last_epoch = self.first_step  # LambdaLR then goes on from this step
         for group, factor in zip(self.optimizer.param_groups, scheduler.lr_lambdas):
             group["lr"] = self.args.lr * factor(self.first_step)
             group["weight_decay"] = self.args.weight_decay
@@ -236,7 +282,7 @@ class Checkpoints:
             print(f"resumed from {path}", flush=True)
 
     def step_done(self, n_done):
-        """Save if a save is due. After a signal save, and end the run. Collective."""
+        """Save if it is time, when `n_done` steps are done. After a signal save, and end this process. Collective."""
         if not self.args.checkpoint:
             return
         path = self.folder / f"step-{n_done:08}"
@@ -250,9 +296,10 @@ class Checkpoints:
             leave(INTERRUPTED if stopped_by == signal.SIGINT else PREEMPTED)
 
     def _save(self, path, n_done):
+        """Save a checkpoint into the new folder `path`, and remove old ones. Collective."""
         checkpoint.save(path, self.model, self.optimizer, {"step": n_done})
         if is_rank_0():
             old_paths = checkpoints_in(self.folder)[N_KEPT:]
-            unfinished_paths = self.folder.glob("step-*.partial")  # of saves that were killed
+            unfinished_paths = self.folder.glob("step-*.partial")  # left by saves whose processes were killed
             for path_to_remove in [*old_paths, *unfinished_paths]:
                 shutil.rmtree(path_to_remove, ignore_errors=True)
