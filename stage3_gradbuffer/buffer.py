@@ -39,8 +39,8 @@ class Range(NamedTuple):
 class GradBuffer:
     """A flat buffer for the gradients of `params`, and then for the updated parameters.
 
-    This is the buffer of rank 0 after each method, with d = 2 and three parameters a, b and c. b lies in both shards.
-    `_` is padding:
+    This is the buffer of rank 0 after each method, with d = 2 and three parameters, the second of which lies in both
+    shards. a, b and c are gradients, A and B averages, p, q and r parameters. `_` is padding, `.` are values of no use:
 
                                  rank 0's shard   | rank 1's
         zero                    | 0 0 0 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |  ZEROS

@@ -78,7 +78,8 @@ class GuardedBuffer(GradBuffer):
         changed = []
         for index, (param, given, view) in enumerate(zip(self.params, self.given_grads, self.grads)):
             is_given = given is not None and param.grad is given and given.data_ptr() == view.data_ptr()
-            if not is_given or given.requires_grad or not param.requires_grad:  # it got a graph, or was frozen since
+            # A gradient with requires_grad has got a graph. The parameter may have been frozen after `give`.
+            if not is_given or given.requires_grad or not param.requires_grad:
                 changed.append(index)
         return changed
 
@@ -176,7 +177,7 @@ class GuardedBuffer(GradBuffer):
         if is_late and has_copies and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
-        for index in self.lost:  # the first is enough
+        for index in self.lost:  # one error, for the first, is enough
             raise gradient_lost(name_of(self.params[index], groups))
         for param, grad in zip(self.params, self.grads):
             if self._is_moved(param):
@@ -228,5 +229,5 @@ class GuardedBuffer(GradBuffer):
 
 
 def is_same(other, view):
-    """Return whether `other` is a view of the same memory as `view`, in the same shape and strides. None isn't."""
+    """Return whether `other`, a tensor or None, is a view of the memory of `view`, in the same shape and strides."""
     return other is not None and other.layout == view.layout and other.device == view.device and other.is_set_to(view)

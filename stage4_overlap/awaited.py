@@ -71,7 +71,7 @@ def awaited(kind):
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {**methods, "__slots__": (), "bucket": None, "kind": kind})
 
 
-@untraced  # torch.compile would guard on a class that changes
+@untraced  # torch.compile leaves it out, because compiled code would depend on a class that changes
 def wait_for(kinds):
     """Wait for the bucket of each class in `kinds` that is a class of parameters in flight."""
     for kind in kinds:

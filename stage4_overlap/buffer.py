@@ -92,7 +92,7 @@ class Bucket:
         self.flat_params, self.shards = flat_params, self.shards_of(flat_params)
         self.views = views_of(flat_params, self.tensors, self.starts)
         for tensor, view in zip(self.tensors, self.views):
-            tensor.data = view.copy_(tensor)
+            tensor.data = view.copy_(tensor)  # copy_ returns the view
 
     def partition(self):
         """Make main parameters of this rank's 1/d of the parameters, and memory for 1/d of the gradients."""
@@ -216,6 +216,7 @@ class BucketBuffer:
         self.received = torch.zeros_like(self.sent) if transport.needs_receive_buffer else self.sent
         for bucket in buckets:
             dtype = self.wire_dtype(bucket)
+            # A bucket takes only the first bytes of both memories.
             sent, received = [memory[: bucket.numel * dtype.itemsize].view(dtype)
                               for memory in (self.sent, self.received)]
             slots = views_of(sent, bucket.tensors, bucket.starts)

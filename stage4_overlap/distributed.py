@@ -44,11 +44,12 @@ from .rounds import BackwardPass, Rounds, agree_on_rounds, error_of, what_is_wro
 class GuardedBucket(Bucket):
     """A bucket that notices what other code does to its parameters, and gives main parameters their memory again.
 
-    `params`, `tensors`, `views`, `flat_params` and `main_params` are attributes of the core's Bucket: the parameters;
-    what is stored of each, of a DTensor its local part; views of `flat_params`, the memory of all tensors; and a dict
-    parameter -> main parameter.
+    Attributes of the core's Bucket:
+        params, tensors: the parameters, and what is stored of each: of a DTensor its local part.
+        flat_params, views: the memory of all `tensors`, and a view of it for each of them.
+        main_params: parameter -> main parameter.
 
-    Attributes:
+    Attributes beside these:
         main_grads: parameter -> the gradient of its main parameter.
         inner_tensors: gives main parameters their memory again if the inner optimizer has replaced it.
         zero: a zero without dimensions, in the dtype of the parameters.
@@ -245,7 +246,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             rounds.waiting.add(id(param))
             return
         handle, all_hooks = self._watched[id(param)]
-        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
+        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:  # the last hook isn't ours
             # The user's hooks run after our hook and must find this gradient in `param.grad`. So the parameter becomes
             # ready only after the buckets that are full without it were sent: the next gradient sends its bucket.
             bucket = self.bucket_of[param]
@@ -327,7 +328,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         faults = what_is_wrong(rounds, params, self.buckets)
         if rounds.is_synced:  # the ranks have agreed before, so other ranks would not answer
             return [faults.get(id(param), 0) for param in params]
-        if rounds.is_open or rounds.n_ended == 0:
+        if rounds.is_open or rounds.n_ended == 0:  # a pass has failed, or there was no round since the last step
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
         rounds.settings = settings_of(self.param_groups, arguments)

@@ -30,7 +30,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
 
     Attributes:
-        buckets: in the order in which their gradients leave; parameters come back in the reverse order.
+        buckets: all buckets, in the order in which gradients are sent. Parameters are sent in the reverse order.
         bucket_of: parameter -> its bucket.
         queue: buckets that this backward pass has not sent yet.
         idle: BucketBuffers that are free.
@@ -72,11 +72,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         layout = bucket_layout(nbytes, [param.dtype for param in params], cap_mb * 2**20)
         buckets = [self.bucket_class([params[index] for index in indices], transport) for indices in layout]
         for dtype in dict.fromkeys(param.dtype for param in params):
-            # The constructor makes the parameters views of the new buffer; nothing else needs the ParameterBuffer.
+            # The constructor broadcasts rank 0's parameters, and makes the model's parameters views of the new buffer.
             ParameterBuffer([bucket for bucket in buckets if bucket.params[0].dtype == dtype])
         self.buckets += buckets
         self.queue += buckets
         self.bucket_of.update((param, bucket) for bucket in buckets for param in bucket.params)
+        # A BucketBuffer has a place for every bucket, so both are made anew when a group is added later.
         self.idle = deque(self.bucket_buffer_class(self.buckets, transport) for _ in range(2))
         # parameter -> its main parameter, if this rank owns elements of it
         main_param = {param: main for bucket in buckets for param, main in bucket.main_params.items()}
@@ -141,10 +142,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def send_grads(self, bucket):
-        """Send the gradients of a bucket. If both BucketBuffers travel, the backward pass waits for the older first."""
+        """Send the gradients of a bucket. If both BucketBuffers are in flight, wait for the older one before."""
         if not self.idle:
             self.receive_oldest()
-        self.idle[0].start_grad_sync(bucket)  # the buffer is moved after this call: an error must not lose it
+        self.idle[0].start_grad_sync(bucket)  # after an error here the buffer is still in `idle`
         self.travelling.append(self.idle.popleft())
 
     def receive_oldest(self):
@@ -153,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.idle.append(self.travelling.popleft())
 
     def prefetch_params(self, model):
-        """Let `step` return before the parameters arrive: each module of `model` waits for its own when called."""
+        """Let `step` return before parameters arrive. Each module of `model` waits for its parameters when called."""
         self.prefetching = True
         for module in model.modules():
             module.register_forward_pre_hook(self.wait_for_own_params)

@@ -108,15 +108,15 @@ class BackwardPass:
         self._queue()
 
     def _queue(self, *_):
-        """Let torch call this object when the backward pass that runs now ends. Also a hook, which gets arguments."""
+        """Let torch call this object when the backward pass that runs now ends. Hooks of nodes get arguments."""
         if self.handle is not None:
             self.handle.remove()  # else the graph, which the user may keep, would keep this object after a failure
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @torch.compiler.disable  # because a compiled function may call backward()
     def __call__(self):
-        # The node that autograd is running. Not None: the pass that ends now was started by a re-entrant checkpoint,
-        # which is this node of an outer pass.
+        # The node that autograd is running. If there is a node, it is a re-entrant checkpoint in the graph of an outer
+        # pass, and has started the pass that ends now.
         node = torch._C._current_autograd_node()
         if node is None:
             self.at_end()

@@ -22,8 +22,7 @@ class BucketByBucket(OverlapOptimizer):
     """Stage 4's core, which updates and sends one bucket after the other."""
 
     def unpack(self, bucket):
-        """Return the main parameters of a bucket as one tensor, (numel / d,). A variant may make their values only now.
-        """
+        """Return the main parameters of a bucket as one tensor, (numel / d,). A variant may make them only now."""
         return bucket.parameter.main_shard
 
     def pack(self, bucket):

@@ -6,7 +6,8 @@ Situation: the loss explodes on one rank of a thousand. After the reduce-scatter
 Called elsewhere: `check_for_nan_in_grad` in Megatron-LM, which raises the error before the collective, on the rank that
 has the nan. Loss scalers (of torch, DeepSpeed, Megatron-LLaMA) look after the collective, and skip the step. FSDP2
 users pass `error_if_nonfinite` to torch's clipping, which also looks at the average. modded-nanogpt has no such check.
-Wire: as in stage 4, and before the update one all-gather with a byte per parameter tensor. Memory: a flag per tensor.
+Wire (what ranks send): as in stage 4, and before the update one all-gather with a byte per parameter tensor. Memory: a
+flag per tensor.
 Costs: the backward pass reads each gradient once more. This variant does not work with GradScaler, which expects to
 find an inf and then skips the step. Nor does it work for experts: only the ranks that have the expert would raise the
 error.

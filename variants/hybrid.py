@@ -7,9 +7,9 @@ Situation: links within a node are fast and links between nodes are slow, or the
 all of them is mostly latency.
 Called elsewhere: `num_distributed_optimizer_instances` in Megatron-LM, HSDP in FSDP2 (a 2-D mesh), MiCS and hpZ in
 DeepSpeed. modded-nanogpt trains on one node, so it does not need this.
-Wire, for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a parameter: (g+p)Ψ · (s-1)/s bytes within
-a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r bytes, per backward pass. Memory: as stage 4
-on s ranks.
+Wire (what a rank sends), for r groups of s ranks, Ψ parameters, g and p bytes of a gradient and a parameter:
+(g+p)Ψ · (s-1)/s bytes within a group, and across groups an all-reduce of the shard, 2 · 4Ψ/s · (r-1)/r bytes, per
+backward pass. Memory: as stage 4 on s ranks.
 Costs: the state exists r times. Each backward pass averages its shards across the groups while it computes, as FSDP2
 does. With `gradient_accumulation_steps=k`, the same on every rank, the first k - 1 passes after a step leave this
 average out, as FSDP2's set_requires_all_reduce(False) does. `step` averages shards that no pass has averaged. All

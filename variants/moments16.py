@@ -6,8 +6,8 @@ Situation: the optimizer's state decides whether a model fits.
 Called elsewhere: `use_precision_aware_optimizer` with `exp_avg_dtype` and `exp_avg_sq_dtype` in Megatron-LM,
 `bf16_optimizer_states` in DeepSpeed. Under FSDP2 the optimizer itself decides: moments of torchao's and bitsandbytes'
 optimizers have 8 bits. modded-nanogpt keeps fp32.
-Wire: as in stage 4. Memory: 4 + 8/d bytes per fp32 parameter instead of 4 + 12/d, and 2 + 12/d per 16-bit parameter
-instead of 2 + 16/d. During the step, the moments of one bucket are also held in fp32.
+Wire (what ranks send): as in stage 4. Memory: 4 + 8/d bytes per fp32 parameter instead of 4 + 12/d, and 2 + 12/d per
+16-bit parameter instead of 2 + 16/d. During the step, the moments of one bucket are also held in fp32.
 Costs: two conversions per step, and precision of the second moment. With beta2 = 0.999 and steady gradients, a step
 changes the second moment by a smaller part than bf16 can represent (2^-9 of it), so the second moment stays as it is.
 Use beta2 <= 0.99, or compare the losses.

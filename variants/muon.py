@@ -7,8 +7,8 @@ a matrix differently than the whole matrix.
 Called elsewhere: the layer-wise distributed optimizer of Megatron-LM (Muon), Owned placement in torchtitan, RaggedShard
 in veScale, dion's Muon over FSDP2; modded-nanogpt gives each rank matrices of one shape. DeepSpeed runs Muon beneath
 ZeRO-1 and -2.
-Wire: 2 · 4Ψ · (d-1)/d bytes for Ψ parameters. Each rank's part of a bucket is sent at its true length, without padding
-to the longest.
+Wire (what a rank sends per step): 2 · 4Ψ · (d-1)/d bytes for Ψ parameters. Each rank's part of a bucket is sent at its
+true length, without padding to the longest.
 Memory: stage 4's 4 + 12/d bytes per parameter with AdamW, and 4 + 8/d with Muon, which has one moment.
 Costs: with a backend that exchanges gradients, such as gloo, a rank needs memory for a copy of its part from each rank.
 If a bucket had fewer matrices than there are ranks, some ranks would receive nothing while the others do. So a bucket
@@ -34,7 +34,7 @@ def owners(groups, world_size):
     ranks send at once. If dealing the most expensive parameters first makes the work more even, that order is taken.
     """
     params = [param for group in groups for param in group["params"]]
-    # A parameter -> the products that an update takes, see above.
+    # parameter -> the number of products that its update takes, see the module docstring
     work_of = {param: param.numel() * min(param.shape, default=1) for param in params}
 
     def dealt(params):

@@ -5,9 +5,9 @@ torch's, updates main parameters: the parts of parameters that this rank owns, o
 Situation: a GPU has no room for the 12/d or 16/d bytes per parameter, and its host has plenty of memory.
 Called elsewhere: `offload_optimizer` with device "cpu" in DeepSpeed (ZeRO-Offload), `optimizer_cpu_offload` in
 Megatron-LM, `CPUOffloadPolicy` in FSDP2, which also moves the parameters. modded-nanogpt has no such option.
-Wire: between ranks, as in stage 4; between GPU and host, 4Ψ/d bytes of gradients and pΨ/d of parameters, for Ψ
-parameters of p bytes. Memory of the GPU: p bytes per parameter, and the two bucket buffers in which gradients are sent.
-Memory of the host: 16/d bytes per parameter.
+Wire (what is sent per step): between ranks, as in stage 4; between GPU and host, 4Ψ/d bytes of gradients and pΨ/d of
+parameters, for Ψ parameters of p bytes. Memory of the GPU: p bytes per parameter, and the two buffers in which
+gradients are sent. Memory of the host: 16/d bytes per parameter.
 Costs: the host computes slowly, and the GPU waits for it. DeepSpeed has its own CPU kernel, and can update one step
 late. This variant was run on CPUs only. Tests count the bytes on a fake GPU.
 """
@@ -59,6 +59,8 @@ class HostBuffer(BucketBuffer):
 
 
 class ShardedOptimizer(OverlapOptimizer):
+    """Stage 4's core, which steps on the host."""
+
     bucket_class = HostBucket
     bucket_buffer_class = HostBuffer
 

@@ -6,8 +6,9 @@ Situation: a rank should receive only 1/d of the gradients, as in stage 3, but w
 cross parameters.
 Called elsewhere: `DistAdam` in modded-nanogpt, `DistAdamW` in nanochat. Megatron-LM and DeepSpeed have had one buffer
 from the start. FSDP2 also cuts each parameter, but sends all parameters of a module together.
-Wire: 2 · 4Ψ · (d-1)/d bytes as in stage 3, with each parameter padded to a multiple of d · 64 bytes, but in 2n messages
-for n parameters instead of two. Memory: as in stage 3, 8 + 8/d bytes per parameter.
+Wire (what a rank sends per step): 2 · 4Ψ · (d-1)/d bytes as in stage 3, for Ψ elements in n parameters, but in 2n
+messages instead of two. Each parameter is padded to a multiple of d · 64 bytes. Memory: as in stage 3, 8 + 8/d bytes
+per element.
 Costs: latency. A message with a bias takes as long as a message of 100 KB, and a GPT has twelve parameters per layer.
 """
 

@@ -1,15 +1,16 @@
 """Stores a remainder of 16 bits per bf16 parameter. An fp32 main parameter is made of both, and isn't stored.
 
 Stage 4 (stage4_overlap/) shards state over d ranks. Its inner optimizer, torch's, updates main parameters: fp32 copies
-of the bf16 parameters that this rank owns. They are sent in buckets, lists of parameters.
+of the bf16 parameters that this rank owns. Parameters are sent in buckets, lists of parameters.
 Situation: a model has bf16 parameters. In stage 4 their main parameters are the largest state apart from the moments.
 Called elsewhere: `store_param_remainders` in Megatron-LM, apex's DistributedFusedAdam and TransformerEngine's
 FusedAdam; `mantissa` in modded-nanogpt, which truncates instead of rounding. DeepSpeed and FSDP2 have no such option.
-Wire: as in stage 4. Memory: 2 + 14/d bytes per parameter. The parameter takes 2 bytes; the rank that owns it has also 2
-of the remainder, 4 of the gradient and 8 of two moments. Stage 4 takes 2 + 16/d: a main parameter has 4 bytes. During
-the step the main parameters of one bucket take memory, too.
+Wire (what ranks send): as in stage 4. Memory: 2 + 14/d bytes per parameter. The parameter takes 2 bytes; the rank that
+owns it has also 2 of the remainder, 4 of the gradient and 8 of two moments. Stage 4 takes 2 + 16/d: a main parameter
+has 4 bytes. During the step the main parameters of one bucket take memory, too.
 How: the upper 16 bits of an fp32 number are a bf16 number. The lower 16 bits are the remainder. It is read as a signed
-number, so that the bf16 number is the nearest: if the remainder is negative, this is the upper 16 bits plus one.
+number, so that the bf16 number is the nearest: if the remainder is negative, the bf16 number is the upper 16 bits plus
+one unit in the last place.
 Main parameters equal stage 4's to the bit. Parameters may differ where a main parameter lies halfway between two bf16
 numbers, which happens for about 2^-16 of all. This variant then rounds away from zero, and stage 4 to the even number.
 Other dtypes, such as fp32 norms in a bf16 model, are kept as in stage 4.

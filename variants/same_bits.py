@@ -13,10 +13,10 @@ ranks. Or two runs on different numbers of ranks are compared, and rounding must
 Called elsewhere: no other system has the same bits. Megatron-LM's --deterministic-mode repeats a run on the same ranks
 (issue 5785). EasyScale promises the same accuracy. DeepSpeed, FSDP2 and modded-nanogpt add in the order of their
 collectives.
-Wire: 4Ψ · (d-1)/d bytes of gradients in fp32 once per step, and the parameters as in stage 4. A norm takes 4 bytes per
-leaf and bucket.
+Wire (what a rank sends): 4Ψ · (d-1)/d bytes of gradients in fp32 once per step, for Ψ parameters, and the parameters as
+in stage 4. A norm takes 4 bytes per leaf and bucket.
 Memory: stage 4's 4 + 12/d bytes per parameter between steps. During a step with n = leaves / d micro-batches per rank,
-up to log2(n) partial sums of 4Ψ bytes each wait, for Ψ parameters, beside the gradients that are being computed.
+up to log2(n) partial sums of 4Ψ bytes each wait, beside the gradients that are being computed.
 Costs: one addition of whole gradients per micro-batch, and gradients are sent in the last backward pass of a step.
 Limits: experts (`average_over`), DTensors, closures and `reshard` are refused. Bits may differ on another kind of
 processor, with other kernels or another torch, with other shapes under torch.compile, or with another number of

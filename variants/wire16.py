@@ -5,8 +5,8 @@ Situation: a model has fp32 parameters, and a network link limits the speed.
 Called elsewhere: `reduce_scatter_with_fp32_accumulation` in Megatron-LM, which also sums in fp32. `bf16_compress_hook`
 of DDP, `communication_data_type` of DeepSpeed and `reduce_dtype` of FSDP2's MixedPrecisionPolicy sum in bf16.
 modded-nanogpt sends gradients in the dtype of their parameters, most of which have 16 bits.
-Wire: (2 + 4)Ψ · (d-1)/d bytes for Ψ parameters. Memory: stage 4's 4 + 12/d bytes per parameter, and half the size of
-the buffers in which gradients are sent and received.
+Wire (what a rank sends per step): (2 + 4)Ψ · (d-1)/d bytes for Ψ parameters. Memory: stage 4's 4 + 12/d bytes per
+parameter, and half the size of the buffers in which gradients are sent and received.
 Other dtypes: 16-bit parameters are sent as in stage 4.
 Costs: each rank's gradient is rounded to 8 bits of precision once, a relative error of at most about 2^-8. The sum adds
 no error of its own. NCCL would sum in bf16, so on NCCL, too, the ranks exchange the parts and sum them themselves.
