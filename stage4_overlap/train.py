@@ -1,4 +1,4 @@
-"""Trains a small GPT on real text, with the optimizer of this folder. Every stage has this loop: each is an optimizer.
+"""Trains a small GPT on real text with the optimizer of this folder, a stage. All four stages have the same loop.
 
     torchrun --standalone --nproc-per-node 2 FOLDER/train.py [--steps 200] [--model tiny] [--accumulate 1] …
 """
