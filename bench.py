@@ -1,8 +1,9 @@
-"""Trains the same model in every row of harness/training/rows.py, on ranks that it starts: time, traffic, memory.
+"""Trains the same model in each of several ways, the rows of its tables, and measures time, traffic and memory.
 
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
-The program checks each row against replicated training first. A row that computes something else gets no time.
+The rows are listed in harness/training/rows.py. The program starts --ranks processes, which train each row. First it
+checks that a row computes the same as replicated training. A row that computes something else gets no time.
 Exit code: 0; 1 when a row is wrong or fails; 2 for bad input; 130 after Ctrl-C.
 """
 
@@ -15,10 +16,12 @@ from harness.ranks.command_line import COUNT
 from harness.training.options import MODELS
 
 TIMEOUT_S = 600  # of a collective, and of one part of the measurement
+# fail(message) prints the message and ends the program.
 fail = functools.partial(command_line.fail, "bench.py")
 
 
 def options():
+    """Read the command line. Ends the program if there is a mistake."""
     parser = command_line.Parser("bench.py", __doc__)
     add = parser.add_argument
     add("--ranks", type=COUNT, default=2, help="processes on this machine (default 2)")
@@ -32,14 +35,14 @@ def options():
     add("--quick", action="store_true", help="1 round of 2 steps, no model state, no host time: a look")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
     args = parser.parse_args()
-    longest_default = "medium"
+    longest_default = "medium"  # of the default models, the one with the longest sequences
     command_line.check_length(args.sequence_length, args.model or longest_default, MODELS, fail)
     return args
 
 
 if __name__ == "__main__":
     command_line.begin()
-    options()  # a mistake is told before torch is loaded, which takes seconds
+    options()  # so that a mistake is told before the imports below load torch, which takes seconds
 
 from harness.measuring import every_row, examine, overhead
 from harness.measuring.examine import Settings
@@ -51,7 +54,10 @@ from harness.training.rows import RowId, is_asked
 
 
 def rows_to_measure(args):
-    """Return the RowIds that --rows and --dtype ask for, and ddp, twice."""
+    """Return the names of the rows that --rows and --dtype ask for, as RowIds.
+
+    ddp is added, twice: as the reference, and once more because the difference of the two is the noise.
+    """
     rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     asked = [row for row in rows if is_asked(args.rows, row.name)]
     if args.rows != "variants":
@@ -64,7 +70,8 @@ def rows_to_measure(args):
 
 
 def report_of(args, measured):
-    """Make all tables. The tables that don't depend on --rows, --dtype and --quick are counted and timed here."""
+    """Make the tables of the measured rows. Unless --rows, --quick or --dtype is given, make all other tables, too."""
+    # A sheet is a table of the report. say() shows what the program does now.
     sheets = {"rows": every_row.rows_sheet(measured), "phases": every_row.phases_sheet(measured)}
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)

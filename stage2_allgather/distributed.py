@@ -1,4 +1,4 @@
-"""The class to rely on: the core of optimizer.py, made robust by guard/."""
+"""The class to rely on: the core of optimizer.py, made robust by guard/, the checks that all stages share."""
 
 from guard.whole_params import OfWholeParams
 
@@ -21,8 +21,10 @@ class DistributedOptimizer(OfWholeParams, ShardedOptimizer):
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
-        RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
-        ValueError: `optimizer_cls` updates all tensors together, as L-BFGS does, and a share differently.
+        RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups. Raised on every rank, before anything is
+            changed.
+        ValueError: `optimizer_cls` updates all tensors together, as L-BFGS does, so it would update a rank's share of
+            them differently.
     """
 
-    _stage = 2
+    _stage = 2  # for repr()

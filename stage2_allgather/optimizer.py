@@ -1,11 +1,16 @@
-"""Stage 2, padded all-gather: every parameter has one owner, which updates it; one collective brings all to every rank.
+"""Stage 2, padded all-gather: every parameter has one owner, a rank that updates it; one all-gather sends the results.
 
-Unlike stage 1: one all-gather of equal, padded shards instead of d broadcasts, one after the other.
+The shard of a rank is the list of the parameters that this rank owns. The inner optimizer is a usual torch optimizer,
+which has only this rank's shard, and updates it.
+Unlike stage 1 (stage1_naive_broadcast/): one all-gather of equal, padded shards replaces d broadcasts, which run one
+after the other.
 Source of the idea: ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 """
 
 import torch
 import torch.distributed as dist
+
+# flatten(tensors) copies all tensors into one flat tensor. cut_like(flat, tensors) cuts it into views of their shapes.
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as cut_like
 
@@ -16,28 +21,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         params: dense tensors of one dtype on one device, or parameter groups. Rank 0's values are broadcast.
         optimizer_cls: a torch optimizer class that updates each tensor by itself, as AdamW does.
-        process_group: the d ranks; None is all of them.
+        process_group: the d ranks that share the work; None means all ranks.
         optimizer_kwargs: lr, weight_decay and so on, for `optimizer_cls`.
 
-    Left to guard/: parameters that a rank doesn't use, sparse gradients, clipping, loss scaling, groups added later,
-    saving, and errors that say what is wrong.
+    distributed.py adds, from guard/, what is missing here: parameters that a rank doesn't use, sparse gradients,
+    clipping, loss scaling, groups added later, saving, and errors that say what is wrong.
     """
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
         self.process_group = process_group
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.shards = [[] for _ in range(self.world_size)]  # shards[r]: the parameters that rank r owns
+        # This optimizer has no parameters: it is made only to learn which defaults `optimizer_cls` adds.
         defaults = optimizer_cls([{"params": []}], **optimizer_kwargs).defaults  # lr and so on
         super().__init__(params, defaults)
         self.optimizer = optimizer_cls(self.shard(self.param_groups), **optimizer_kwargs)  # updates what this rank owns
 
     @torch.no_grad()
     def shard(self, groups):
-        """Give each parameter an owner, the largest first: the rank that owns least. Every rank computes the same.
+        """Broadcast rank 0's parameters, and give each parameter an owner. Every rank finds the same owners.
 
-        Returns what this rank owns, a group for each of `groups`: the inner optimizer's, which updates it.
+        The largest parameter is the first to get an owner. Each goes to the rank that owns the fewest elements so far.
+        Returns the parameter groups of the inner optimizer: each of `groups`, with this rank's parameters only.
         """
         own_groups = []
+        # The number of elements that each rank owns: not 0 if this method is called again, for a group added later.
         numels = [sum(param.numel() for param in shard) for shard in self.shards]
         for group in groups:
             for param in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
@@ -45,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 owner = numels.index(min(numels))
                 self.shards[owner].append(param)
                 numels[owner] += param.numel()
-            mine = set(self.shards[self.rank])
+            mine = set(self.shards[self.rank])  # of all groups
             owned = [param for param in group["params"] if param in mine]
             own_groups.append({**hyperparameters(group), "params": owned})
         return own_groups
@@ -56,31 +64,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.average([param.grad for param in params if param.grad is not None])
 
     def step_own(self):
-        """Update the owned parameters with the current hyperparameters: schedulers write into our groups."""
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):
+        """Update the owned parameters, with the lr and so on that schedulers have written into our groups."""
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: the inner group
             own.update(hyperparameters(group))
         self.optimizer.step()
 
     def sync_params(self):
-        """All ranks gather what each one owns, at once: pad to the largest shard, all-gather, cut the padding."""
+        """Gather the parameters of all owners at once: pad to the largest shard, all-gather, cut the padding off."""
         numels = [sum(param.numel() for param in shard) for shard in self.shards]
+        # shards[0][0] is the first parameter that got an owner: rank 0 always owns something.
         mine = self.shards[self.rank]
         padded = self.shards[0][0].new_zeros(max(numels))  # (numel of the largest shard,)
         copy_all(cut_like(padded[: numels[self.rank]], mine), mine)
-        gathered = padded.new_empty(self.world_size, max(numels))  # row r: what rank r owns
+        gathered = padded.new_empty(self.world_size, max(numels))  # row r: the parameters that rank r owns, and padding
         dist.all_gather_into_tensor(gathered.view(-1), padded, group=self.process_group)
         for shard, numel, flat in zip(self.shards, numels, gathered):
             copy_all(shard, cut_like(flat[:numel], shard))
 
     @torch.no_grad()
     def step(self):
-        """Collective: every rank calls it."""
+        """Average the gradients, and update all parameters. Collective: every rank must call this method."""
         self.sync_grads()
         self.step_own()
         self.sync_params()
 
     def average(self, tensors):
-        """Flatten, all-reduce, copy back. Each rank divides by d before the sum, which may be too large for 16 bits."""
+        """Flatten, all-reduce, copy back. A sum may be too large for 16 bits, so each rank divides by d before it."""
         flat = flatten(tensors)  # (numel of all,)
         flat /= self.world_size
         dist.all_reduce(flat, group=self.process_group)
@@ -88,10 +97,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def copy_all(targets, sources):
-    if targets:  # a rank may own nothing
+    """Copy each tensor of `sources` into the tensor of `targets` at the same place."""
+    if targets:  # a rank may own nothing, and torch refuses an empty list
         torch._foreach_copy_(targets, sources)
 
 
 def hyperparameters(group):
-    """What a parameter group holds beside its parameters: lr, betas and so on."""
+    """Return the entries of a parameter group other than its parameters: lr, betas and so on."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,4 +1,4 @@
-"""Trains a small GPT on real text: the same loop in every stage.
+"""Trains a small GPT on real text with the optimizer of this folder, a stage. All four stages have the same loop.
 
     torchrun --standalone --nproc-per-node 2 FOLDER/train.py [--steps 200] [--model tiny] [--accumulate 1] …
 """

@@ -1,4 +1,9 @@
-"""The class to rely on: the core of optimizer.py, made robust by guard/ and grads.py."""
+"""The class to rely on: the core of optimizer.py, made robust by guard/, which all stages share, and by grads.py.
+
+The core keeps all gradients of parameters of one dtype in a buffer (buffer.py), whose `holds` says what is in it now.
+The inner optimizer, which updates this rank's share, steps *main parameters*: the ranges of parameters that this rank
+owns, or fp32 copies of them if they have 16 bits. `super()` is the core, in this class and in Guarded.
+"""
 
 from typing import Any
 
@@ -22,7 +27,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, one device.
-        optimizer_cls: an element-wise torch optimizer class.
+        optimizer_cls: an element-wise torch optimizer class, which updates each element independently of all others.
         process_group: the ranks that share the work; None means all ranks.
         average_over: a number by which the sum of gradients is divided, or a process group whose size is this number.
             None means `process_group`. For experts, see docs/experts.md.
@@ -31,26 +36,29 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
-        RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
+        RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups. Raised on every rank, before anything is
+            changed.
         ValueError: `optimizer_cls` is not element-wise, so it would update shards differently; or the gradients of
             some parameters can't be kept in `grad_dtype`.
     """
 
-    _stage = 3
+    # Guarded and the core read these.
+    _stage = 3  # for repr()
     buffer_class = GuardedBuffer
-    _probe = staticmethod(check_elementwise)
+    _probe = staticmethod(check_elementwise)  # raises an error if `optimizer_cls` isn't element-wise
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
                  grad_dtype: torch.dtype | None = None, **optimizer_kwargs: Any) -> None:
         self.grad_dtype = grad_dtype
+        # Guarded checks the arguments before the core's constructor, and notes afterwards what the core has made.
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                grad_dtype=grad_dtype)
         super().__init__(groups, optimizer_cls, process_group=process_group, grad_dtype=grad_dtype, **optimizer_kwargs)
         self._note_shards()
 
     def _refuse(self, named):
-        """Refuse gradients that the buffer or main gradients can't hold. Return `named`."""
+        """Refuse a `grad_dtype` that a parameter can't have. Return `named`, a list of (name, parameter)."""
         for name, param in named:
             fp32_or_none = torch.float32 if param.dtype.itemsize <= 2 else None
             if self.grad_dtype not in (None, param.dtype, fp32_or_none):
@@ -64,19 +72,26 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def _grads_elsewhere(self):
+        """Return whether gradients are outside of `param.grad`: in `param.main_grad`."""
         return any(buffer.in_main_grad for buffer in self.buffers)
 
     def _before_average(self, arguments):
-        """Refuse gradients that come too late. Return whether the gradients aren't averaged yet."""
+        """Refuse gradients that come too late. Return whether the gradients aren't averaged yet.
+
+        Guarded calls this method before a step, clip_grad_norm_() and finish_grad_sync(), with the arguments of that
+        call, which this stage doesn't need.
+        """
         for buffer in self.buffers:
             buffer.refuse_changes(self.param_groups)
         return not any(buffer.holds is Holds.GRAD_SHARD for buffer in self.buffers)
 
     def _take_model_changes(self):
+        """Update main parameters if a program has written into the model's parameters."""
         for buffer in self.buffers:
             buffer.take_model_changes()
 
     def _owned_ranges(self):
+        """Yield (parameter, start, stop, main): `main` is the main parameter of its elements from start to stop."""
         for buffer in self.buffers:
             for r, main in zip(buffer.ranges, buffer.main_params):
                 yield buffer.params[r.index], r.start, r.stop, main
@@ -84,6 +99,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def move_to(self, process_group):
         """Give up this rank's shards, and take the shards of its new rank in `process_group`, without state."""
         for buffer in self.buffers:
-            buffer.let_go()
+            buffer.let_go()  # removes the views of the buffer from `param.grad`
         self.buffers.clear()
         self._move_to(process_group)

@@ -1,4 +1,9 @@
-"""Handles code that bypasses the buffer: model.zero_grad(), load_state_dict(), a frozen layer.
+"""Handles code that bypasses the buffer of stage 3: model.zero_grad(), load_state_dict(), a frozen layer.
+
+The buffer (buffer.py) holds all gradients of this rank until they are averaged. Then it holds this rank's *shard* of
+the averages. The inner optimizer, torch's, steps *main parameters*: the ranges of parameters that lie in this rank's
+shard, or fp32 copies of them. Their gradients are the *main gradients*. `param.main_grad` is something else: a whole
+gradient in the buffer, which can't be `param.grad` because it has another dtype than the parameter.
 
 A gradient that a program assigns counts. The next step starts from parameters that a program has loaded. A gradient
 that comes too late to be averaged is an error. Shown by tests/stages/test_stages.py,
@@ -19,8 +24,15 @@ from .buffer import GradBuffer, Holds
 class GuardedBuffer(GradBuffer):
     """A buffer that notices changes which other code makes to gradients and parameters.
 
-    Of GradBuffer's attributes, `holds` says what is in the buffer, `flat`, and `grads` has for each parameter the view
-    of the buffer for its gradient. Attributes beside these:
+    It overrides methods of GradBuffer, the core's class, which calls them. Attributes of GradBuffer:
+        flat: the buffer, a flat tensor.
+        holds: what is in the buffer: ZEROS, GRADS or GRAD_SHARD, for example.
+        grads: for each parameter the view of the buffer for its gradient.
+        main_params, main_grads: the main parameters of this rank, and their gradients.
+        ranges: for each main parameter a Range: `index` is the place of its parameter in `params`.
+        grad_shard, main_grad_shard: this rank's shard of the gradients, and the same tensor or an fp32 copy of it.
+
+    Attributes beside these:
         index_of: id of a parameter -> its place in `params`.
         in_main_grad: whether gradients are kept in `param.main_grad`, because they have another dtype.
         given_grads: for each parameter the view of the buffer that `give` has set as `param.grad`, or None.
@@ -35,12 +47,13 @@ class GuardedBuffer(GradBuffer):
 
     def __init__(self, params, grad_dtype, process_group):
         self.in_main_grad = grad_dtype != params[0].dtype
+        # guard/scaling.py reads it: torch's clipping would find this rank's own gradient in `param.grad`, or nothing.
         self._param_grad_holds = "nothing" if self.in_main_grad else "own"
         self.index_of = {id(param): index for index, param in enumerate(params)}
         self.received = set()
         self.lost = set()
         self.given_grads = [None] * len(params)
-        super().__init__(params, grad_dtype, process_group)
+        super().__init__(params, grad_dtype, process_group)  # calls `watch` and `attach` for each parameter
         self.zero_version = self.flat._version
         self.param_views = [param.detach() for param in params]
         self.versions = [param._version for param in params]
@@ -65,23 +78,28 @@ class GuardedBuffer(GradBuffer):
         changed = []
         for index, (param, given, view) in enumerate(zip(self.params, self.given_grads, self.grads)):
             is_given = given is not None and param.grad is given and given.data_ptr() == view.data_ptr()
-            if not is_given or given.requires_grad or not param.requires_grad:  # it got a graph, or was frozen since
+            # A gradient with requires_grad has got a graph. The parameter may have been frozen after `give`.
+            if not is_given or given.requires_grad or not param.requires_grad:
                 changed.append(index)
         return changed
 
     def _is_moved(self, param):
-        """Return whether other code has replaced the parameter's data. share_memory() moves its view along with it."""
+        """Return whether other code has replaced the parameter's data. guard/scaling.py calls this method, too.
+
+        share_memory() moves the data and our view of it together, so it replaces nothing.
+        """
         return param.data_ptr() != self.param_views[self.index_of[id(param)]].data_ptr()
 
     def watch(self, param):
+        """Let autograd call `take_grad` when it has made a gradient of `param`."""
         hook_gradient(param, self.take_grad, takes_gradient=True)  # the hook is removed when this object is gone
 
     def take_grad(self, param):
-        """Note that autograd has made a gradient of `param`. It is in the buffer already, or is copied into it."""
+        """Note that autograd has made a gradient of `param`. If the gradient isn't in the buffer, copy it there."""
         index = self.index_of[id(param)]
         given = self.given_grads[index]
         if self.holds is Holds.GRADS and given is not None and param.grad is given:
-            self.received.add(index)  # autograd has added to the view: nothing else is to do
+            self.received.add(index)  # autograd has added to the view, so the gradient is in the buffer
         else:
             self.bring_grad(param, index)
 
@@ -89,16 +107,17 @@ class GuardedBuffer(GradBuffer):
     def bring_grad(self, param, index):
         """Copy `param.grad` into the buffer, unless it is there already."""
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
-            self.shard_version = None
+            self.shard_version = None  # `refuse_changes` raises an error then, in the next step
             raise RuntimeError(f"the buffer holds {self.holds.value}: call step() or the optimizer's zero_grad() "
                                "before backward()")
         self.received.add(index)
-        if not self.in_main_grad and not is_same(param.grad, self.grads[index]):  # after model.zero_grad(), say
+        if not self.in_main_grad and not is_same(param.grad, self.grads[index]):
+            # `param.grad` is no view of the buffer, because model.zero_grad() has set it to None before, for example.
             self.grads[index].copy_(param.grad.to_dense())  # nn.Embedding(sparse=True) makes sparse gradients
             # backward(create_graph=True) makes a gradient that requires grad. It stays, to be differentiated.
             if not param.grad.requires_grad:
                 self.give(index)
-        super().take_grad(param)
+        super().take_grad(param)  # with main_grad, adds `param.grad` to the buffer; sets `holds`
 
     def collect_grads(self):
         """Copy gradients that a user has assigned into the buffer. Clear the gradient where a user has set None.
@@ -115,7 +134,10 @@ class GuardedBuffer(GradBuffer):
                 self.give(index)  # even if the gradient has a graph, which the step no longer needs
 
     def reduce_scatter_grads(self):
-        """Reduce once per step. Frozen parameters are not updated, unless they received a gradient before."""
+        """Average the gradients, once per step. A frozen parameter isn't updated, unless it received a gradient before.
+
+        The inner optimizer skips a main parameter without a gradient.
+        """
         if self.holds not in (Holds.ZEROS, Holds.GRADS):
             return
         self.collect_grads()
@@ -126,9 +148,11 @@ class GuardedBuffer(GradBuffer):
             main_param.grad = main_grad if is_stepped else None
 
     def _drop_grads(self, params, _):
-        """Drop gradients that `model.zero_grad()` can't reach: main gradients, and averages.
+        """Drop gradients that `model.zero_grad()` can't reach: those in `param.main_grad`, and averages.
 
-        Averages can only be dropped all together. If `params` have some of them, these are noted as lost.
+        guard/dropping.py calls this method with the parameters of the module; the second argument is `set_to_none`.
+        Averages can only be dropped all together. If `params` aren't all parameters that have averages, the gradients
+        of `params` are noted as lost, and `refuse_changes` raises an error for them.
         """
         dropped = self.received & {self.index_of[id(param)] for param in params}
         if self.holds is Holds.GRADS and self.in_main_grad:
@@ -141,10 +165,10 @@ class GuardedBuffer(GradBuffer):
             self.lost |= dropped
 
     def refuse_changes(self, groups):
-        """Refuse memory that was replaced, and gradients that come after the average: the buffer holds the shard then.
+        """Refuse memory that was replaced, and gradients that come after the average. groups: for names in errors.
 
-        Writing into the shard is then allowed if main gradients, which the inner optimizer reads, are views of it, and
-        refused if they are copies.
+        After the average the buffer holds the shard. A program may write into the shard if main gradients, which the
+        inner optimizer reads, are views of it. If they are copies, writing is refused, because it would have no effect.
         """
         is_late = self.holds not in (Holds.ZEROS, Holds.GRADS)
         if is_late and self.shard_version is None:
@@ -153,7 +177,7 @@ class GuardedBuffer(GradBuffer):
         if is_late and has_copies and self.flat._version != self.shard_version:
             raise RuntimeError("16-bit gradients were changed after finish_grad_sync(), by clip_grad_value_() say: "
                                "too late")
-        for index in self.lost:  # the first is enough
+        for index in self.lost:  # one error, for the first, is enough
             raise gradient_lost(name_of(self.params[index], groups))
         for param, grad in zip(self.params, self.grads):
             if self._is_moved(param):
@@ -166,27 +190,28 @@ class GuardedBuffer(GradBuffer):
                                    "finish_grad_sync(): too late")
 
     def make_main_tensors(self):
+        """Make main parameters and main gradients as the core does, and note their memory."""
         super().make_main_tensors()
         self.inner_tensors = InnerTensors(self.main_params)
 
     def take_main_params(self):
+        """Copy main parameters into the shard as the core does, even if their `data` was replaced in the inner step."""
         self.inner_tensors.take_back()
         super().take_main_params()
 
     def copy_params_to_model(self):
+        """Copy as the core does, and note the parameters' versions, because this change is our own."""
         super().copy_params_to_model()
         self.versions = [param._version for param in self.params]
 
     def take_model_changes(self):
-        """Update `main_params`, which are what the inner optimizer steps, if a program has written into the parameters.
-
-        model.load_state_dict() writes into them, for example.
-        """
+        """Update `main_params` if a program, or load_state_dict(), has written into the model's parameters."""
         if self.versions != [param._version for param in self.params]:
             for model_range, main_param in zip(self.model_ranges(), self.main_params):
                 update_main_param(main_param, model_range)
 
     def zero(self):
+        """Zero the gradients as the core does, forget what was noted, and set `param.grad` to the views again."""
         if self.flat._version != self.zero_version:  # if they are equal, `flat` is zero already
             super().zero()
             self.zero_version = self.flat._version
@@ -204,5 +229,5 @@ class GuardedBuffer(GradBuffer):
 
 
 def is_same(other, view):
-    """Return whether `other` is a view of the same memory as `view`, in the same shape and strides. None isn't."""
+    """Return whether `other`, a tensor or None, is a view of the memory of `view`, in the same shape and strides."""
     return other is not None and other.layout == view.layout and other.device == view.device and other.is_set_to(view)

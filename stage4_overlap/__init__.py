@@ -1,4 +1,7 @@
-"""The core, `ShardedOptimizer`, and with guard/ beside this directory the class to rely on, `DistributedOptimizer`."""
+"""Exports the core, `ShardedOptimizer`, and the class to rely on, `DistributedOptimizer`: the core with its checks.
+
+The checks are in guard/, a folder beside this one. Without guard/ the core can be used alone.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,7 @@ __version__ = "0.4.0"
 
 
 def __getattr__(name):
+    """Import DistributedOptimizer when it is first used. Python calls this for a name that the module doesn't have."""
     if name != "DistributedOptimizer":
         raise AttributeError(name)
     try:

@@ -1,10 +1,12 @@
 """Lets code that reads a parameter in flight wait until the parameter has arrived, even if no module is called.
 
-Situation: an evaluation, a save, an EMA, a second forward pass, or a hook after a step. While its bucket is in flight,
-a parameter has another class. torch passes every function that is called with such a tensor to this class first, and
-the class waits for the bucket. The module hook waits before a module is called, so torch.compile never sees the other
-class. If an all-gather fails, every reader gets the error. Shown by tests/stages/test_overlap.py,
-`test_whoever_reads_past_the_hooks_sees_finished_parameters`.
+Situation: an evaluation, a save, an EMA, a second forward pass, or a hook after a step. A bucket is a list of
+parameters that an all-gather sends together after a step. Until the all-gather has ended, they are in flight.
+
+While a parameter is in flight, it has another class. torch passes every function that is called with such a tensor to
+this class first, and the class waits for the bucket. `wait_for_own`, a hook on each module, waits before the module is
+called, so torch.compile never sees the other class. If an all-gather fails, every reader gets the error. Shown by
+tests/stages/test_overlap.py, `test_whoever_reads_past_the_hooks_sees_finished_parameters`.
 """
 
 import weakref
@@ -15,24 +17,24 @@ from guard.hooks import untraced
 
 ATTRIBUTES = ("grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize",
               "_post_accumulate_grad_hooks")
-READ_NO_ELEMENT = {  # torch's functions that read no element of a parameter, and so needn't wait for it
+READ_NO_ELEMENT = {  # torch's functions that read no element of a parameter, so they needn't wait for it
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
 }
-BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the buckets of all optimizers, in order -> None
+BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the buckets of all optimizers, as keys
 
 
 class Awaited:
     """A base of the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
 
-    A bucket is a list of parameters that travel together; its finish_param_sync() waits for them.
-    The tensor object stays and changes its class, as torch.nn.UninitializedParameter does when it gets its data.
+    GuardedBucket in distributed.py changes the class of its parameters, and sets `bucket` of that class. The tensor
+    object stays, as that of torch.nn.UninitializedParameter does when it gets its data and another class.
 
     Attributes:
-        bucket: the bucket in flight, which gives the parameter its class `kind` again when it has arrived. None
-            afterwards: a class is in a reference cycle, and would keep the bucket and the model until Python collects
-            garbage.
+        bucket: the bucket in flight. Its finish_param_sync() waits, and gives the parameter its class `kind` again.
+            None afterwards: a class is in a reference cycle, and would keep the bucket and the model until Python
+            collects garbage.
         kind: the parameter's class before and after.
     """
 
@@ -40,7 +42,10 @@ class Awaited:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        """Do what `function` does, after waiting. torch calls this in place of a function of parameters in flight."""
+        """Wait, and then do what `function` does. torch calls this method if an argument of `function` is in flight.
+
+        types: the classes of the arguments.
+        """
         kwargs = kwargs or {}
         if function in READ_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():  # else `function` would come here again
@@ -53,7 +58,7 @@ def _waits(name):
     """Return a method that waits for the parameter and then calls its method `name`."""
     def method(self, *args, **kwargs):
         wait_for([type(self)])
-        return getattr(self, name)(*args, **kwargs)  # `self` has its usual class again, and so this class's method
+        return getattr(self, name)(*args, **kwargs)  # the method of its usual class, which `self` has again
     return method
 
 
@@ -61,13 +66,14 @@ def awaited(kind):
     """Return a class for parameters of class `kind` whose bucket is in flight. Each bucket makes its own classes."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     methods = {name: _waits(name) for name in names if hasattr(kind, name)}
-    # Without slots of its own the class has the layout of `kind`: only so may a tensor change its class.
+    # Empty __slots__ keep the memory layout of `kind`. Python refuses to change an object's class to one with another
+    # layout.
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {**methods, "__slots__": (), "bucket": None, "kind": kind})
 
 
-@untraced  # torch.compile would guard on a class that changes
+@untraced  # torch.compile leaves it out, because compiled code would depend on a class that changes
 def wait_for(kinds):
-    """Wait for the bucket of each class in `kinds` that is the class of a parameter in flight."""
+    """Wait for the bucket of each class in `kinds` that is a class of parameters in flight."""
     for kind in kinds:
         if issubclass(kind, Awaited) and kind.bucket is not None:
             kind.bucket.finish_param_sync()
@@ -77,12 +83,12 @@ def wait_for(kinds):
 def wait_for_own(module, _inputs):
     """Wait, before a module is called, for its own parameters, and for parameters of containers in it.
 
-    Some modules read parameters of their children. For such a module, wait for all parameters in it: torch's
+    Two modules of torch read parameters of their children, so this function waits for all parameters in them:
     MultiheadAttention reads its projection without calling it, and TransformerEncoder in eval mode checks the class of
-    its first layer's parameters. Inside torch.func.grad a module has other tensors as parameters, so wait for all
-    buckets of all optimizers.
+    its first layer's parameters. Inside torch.func.grad a module has other tensors as parameters, so this function
+    waits for all buckets of all optimizers.
     """
-    if torch._C._functorch.maybe_current_level() is not None:  # inside torch.func.grad
+    if torch._C._functorch.maybe_current_level() is not None:  # the program is inside torch.func.grad
         for bucket in list(BUCKETS):
             bucket.finish_param_sync()
     reads_others = isinstance(module, torch.nn.MultiheadAttention)
@@ -97,10 +103,11 @@ def wait_for_own(module, _inputs):
 def own_params(module):
     """Return the parameters of a module, and of containers in it that nobody calls, such as a ParameterList.
 
-    None stands for a parameter that the module hasn't, such as a bias.
+    Where a module has a name but no parameter, such as a bias that was left out, the list has None.
     """
     params = list(module._parameters.values())
     for child in module._modules.values():
+        # A container has torch's own `forward`, which only raises an error.
         if child is not None and type(child).forward is torch.nn.Module.forward:
             params += own_params(child)
     return params

@@ -1,5 +1,9 @@
 """Buckets, the buffer that parameters live in, and the buffers that gradients travel in.
 
+A bucket is a list of parameters whose gradients are sent together. Each rank owns 1/d of every bucket, its shard. A
+range is the part of a parameter that lies in a shard. The inner optimizer is a usual torch optimizer, which updates
+only the main parameters of this rank: its ranges, or fp32 copies of them if they have 16 bits. A work is what an
+asynchronous collective of torch returns; its wait() ends when the collective has ended.
 Sources of the ideas: DistributedDataParallel's buckets, Megatron-LLaMA's OverlappedDistributedOptimizer, veScale.
 """
 
@@ -9,62 +13,69 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-ALIGNMENT = 64  # bytes: the widest vector of a CPU; torch's fused kernels round what fills none otherwise
+# Bytes: the widest vector of a CPU. A parameter begins at a multiple of it, because torch's fused kernels may round an
+# element differently if the element is in no full vector.
+ALIGNMENT = 64
 
 
 class Range(NamedTuple):
     """The part of a parameter that lies in a shard: `param.view(-1)[start:stop]` is `shard[offset:][:stop - start]`."""
 
-    index: int  # which parameter
-    start: int
+    index: int  # of the parameter, in a list of parameters
+    start: int  # in the parameter, flattened
     stop: int
-    offset: int
+    offset: int  # in the shard, where the range begins
 
 
 def bucket_layout(nbytes, dtypes, cap_bytes):
-    """Which parameters go into which bucket -> lists of indices, in the order in which the buckets leave.
+    """Return which parameters go into which bucket: lists of indices, in the order in which the buckets are sent.
 
     Gradients become ready in about the reverse order of the parameters. A bucket holds whole parameters of one dtype
     and is closed when it has at least `cap_bytes`.
     """
-    buckets, filling, filled = [], {}, dict.fromkeys(dtypes, 0)  # by dtype: the bucket that is open, and its bytes
+    # open_bucket: dtype -> the bucket that is being filled. open_bytes: dtype -> the bytes of this bucket.
+    buckets, open_bucket, open_bytes = [], {}, dict.fromkeys(dtypes, 0)
     for index in reversed(range(len(nbytes))):
-        filling.setdefault(dtypes[index], []).append(index)
-        filled[dtypes[index]] += nbytes[index]
-        if filled[dtypes[index]] >= cap_bytes:
-            buckets.append(filling.pop(dtypes[index]))
-            filled[dtypes[index]] = 0
-    return buckets + list(filling.values())
+        open_bucket.setdefault(dtypes[index], []).append(index)
+        open_bytes[dtypes[index]] += nbytes[index]
+        if open_bytes[dtypes[index]] >= cap_bytes:
+            buckets.append(open_bucket.pop(dtypes[index]))
+            open_bytes[dtypes[index]] = 0
+    return buckets + list(open_bucket.values())
 
 
 class Bucket:
-    """Whole parameters of one dtype, whose gradients leave together; each of the d ranks owns 1/d of their elements.
+    """Whole parameters of one dtype, whose gradients are sent together. Each of the d ranks owns 1/d of their elements.
 
     Args:
-        params: in the order in which their gradients are expected.
-        transport: between the d ranks.
+        params: the parameters, in the order in which their gradients are expected.
+        transport: sends messages between the d ranks, see transport.py.
 
     Attributes:
-        ready: those of `params` whose gradient has come in this round.
-        starts, ranges: where each parameter begins; which parts of them this rank owns.
-        numel: of all, padded.
+        ready: the parameters whose gradient has come in this backward pass. The optimizer adds them.
+        tensors: for each parameter the tensor to store, usually the parameter itself.
+        starts: where each parameter begins.
+        ranges: which parts of the parameters this rank owns, as Ranges.
+        numel: the number of elements of all parameters and padding.
         flat_params: (numel,): this bucket's part of the ParameterBuffer.
-        shards: (d, numel / d): the same, row r is rank r's.
+        shards: (d, numel / d): `flat_params`, cut into a row for each rank.
         parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
-        main_params: parameter -> what of it this rank updates, (range numel,), if anything.
+        main_params: parameter -> its main parameter on this rank, (range numel,), if this rank owns elements of it.
+        param_sync: the works of the all-gather in flight, or None.
     """
 
     def __init__(self, params, transport):
         self.params, self.transport, self.ready = params, transport, set()
         self.tensors = [self.tensor_of(param) for param in params]
-        self.param_sync = None  # the works of the all-gather in flight
+        self.param_sync = None
         self.place(ALIGNMENT // params[0].dtype.itemsize)
 
     def tensor_of(self, param):
+        """Return the tensor to store. distributed.py overrides this, for parameters of which a rank has a part."""
         return param
 
     def place(self, alignment):
-        """Where each parameter begins, at a multiple of `alignment` elements, and what of them this rank owns."""
+        """Set where each parameter begins, at a multiple of `alignment` elements, and which ranges this rank owns."""
         numels, world_size = [tensor.numel() for tensor in self.tensors], self.transport.world_size
         *self.starts, end = param_starts(numels, alignment)
         self.numel = padded_numel(end, world_size, alignment)
@@ -73,17 +84,18 @@ class Bucket:
         self.ranges = ranges_in_shard(numels, self.starts, shard_start, shard_start + shard_numel)
 
     def shards_of(self, flat):
+        """Cut a tensor of the bucket's length into shards, a row for each rank."""
         return flat.view(self.transport.world_size, -1)
 
     def move_in(self, flat_params):
-        """Make the parameters views of `flat_params`, (numel,)."""
+        """Copy the parameters into `flat_params`, (numel,), and make them views of it."""
         self.flat_params, self.shards = flat_params, self.shards_of(flat_params)
         self.views = views_of(flat_params, self.tensors, self.starts)
         for tensor, view in zip(self.tensors, self.views):
-            tensor.data = view.copy_(tensor)
+            tensor.data = view.copy_(tensor)  # copy_ returns the view
 
     def partition(self):
-        """Take this rank's 1/d of the parameters, as they are now, and make room for 1/d of the gradients."""
+        """Make main parameters of this rank's 1/d of the parameters, and memory for 1/d of the gradients."""
         self.parameter = self.parameter_of(self.shards[self.transport.rank])
         self.gradient = PartitionedGradient(self.parameter.main_shard, self.transport.divisor)
         main_params = cut_ranges(self.parameter.main_shard, self.ranges)
@@ -92,29 +104,36 @@ class Bucket:
         self.main_params = {self.params[r.index]: main for r, main in zip(self.ranges, main_params)}
 
     def parameter_of(self, shard):
+        """Return the PartitionedParameter of this rank's shard. Variants override this method."""
         return PartitionedParameter(shard)
 
     def is_full(self):
+        """Return whether all gradients have come."""
         return len(self.ready) == len(self.params)
 
     def grads(self):
+        """Return the gradients to send. distributed.py overrides this method, for gradients that are missing."""
         return [param.grad for param in self.params]
 
     def start_param_sync(self):
-        """Send the updated parameters to all ranks, in place."""
+        """Send this rank's updated shard to all ranks. The shards of the others arrive in place."""
         self.parameter.copy_main_to_model()
         self.param_sync = self.transport.all_gather(self.shards)
 
     def finish_param_sync(self):
+        """Wait until the parameters have arrived, if they are in flight."""
         if self.param_sync is not None:
             for work in self.param_sync:
                 work.wait()
-            # Kept until the next all-gather: a work that nobody here holds may abort the process as Python ends.
+            # Keep the works until the next all-gather: a work that nobody keeps may abort the process as Python ends.
             self.last_param_sync, self.param_sync = self.param_sync, None
 
 
 class ParameterBuffer:
-    """Parameters of one dtype in one tensor, bucket after bucket: the model's are views, all-gathers land in place."""
+    """One tensor with the parameters of all buckets of one dtype. The model's parameters become views of it.
+
+    So an all-gather into this tensor updates the model, without a copy.
+    """
 
     def __init__(self, buckets):
         numels, like = [bucket.numel for bucket in buckets], buckets[0].tensors[0]
@@ -130,8 +149,8 @@ class PartitionedParameter:
     """This rank's 1/d of a bucket's parameters, in fp32 at least: what the inner optimizer updates.
 
     Attributes:
-        shard: (numel / d,): where it lies in the ParameterBuffer.
-        main_shard: (numel / d,) fp32, of fp64 parameters fp64: the same tensor unless the parameters have 16 bits.
+        shard: (numel / d,): this rank's part of the bucket in the ParameterBuffer.
+        main_shard: (numel / d,): `shard` itself, or an fp32 copy of it if the parameters have 16 bits.
     """
 
     def __init__(self, shard):
@@ -139,17 +158,19 @@ class PartitionedParameter:
         self.main_shard = shard.to(torch.promote_types(shard.dtype, torch.float32))
 
     def copy_main_to_model(self):
+        """Round the updated main parameters to 16 bits, if they are copies."""
         if self.main_shard is not self.shard:
             self.shard.copy_(self.main_shard)
 
 
 class PartitionedGradient:
-    """This rank's 1/d of a bucket's averaged gradients, in fp32 at least: all that stays of them.
+    """This rank's 1/d of a bucket's averaged gradients, in fp32 at least. The other gradients are dropped.
 
     Attributes:
-        shard: (numel / d,), of the dtype of `main_shard`.
-        divisor: of what is added: the transport's.
-        is_empty: whether the next sum replaces what `shard` holds; else it is of another micro-batch, and is added.
+        shard: (numel / d,), in the dtype of `main_shard`.
+        divisor: `add` divides by it: the transport's.
+        is_empty: whether the next average replaces what `shard` holds. False after a micro-batch: then the average of
+            the next micro-batch is added. The optimizer sets it to True after a step, and in zero_grad.
     """
 
     def __init__(self, main_shard, divisor):
@@ -157,26 +178,35 @@ class PartitionedGradient:
         self.divisor = divisor
 
     def place_for(self, part):
-        """-> where a collective puts an average like `part`, and what is added then: nothing, if it is `shard`."""
+        """Return the tensor for a collective to put an average into, and a list of the tensors to `add` afterwards.
+
+        The tensor is `shard` if nothing must be added or cast, and then the list is empty. Else the tensor is `part`.
+        """
         is_free = self.is_empty and (part.dtype, part.device) == (self.shard.dtype, self.shard.device)
         self.is_empty = self.is_empty and not is_free
         return (self.shard, []) if is_free else (part, [part])
 
     def add(self, parts):
-        """Divide and add `parts`, one of each rank, in rank order and in fp32; or the average of a collective."""
+        """Divide each of `parts` and add it, in fp32: the parts of all ranks, in rank order, or one average."""
         divisor = self.shard.new_full((), self.divisor)
         for part in parts:
+            # Either shard = part / divisor, or shard += part / divisor.
             self.shard.copy_(part).div_(divisor) if self.is_empty else self.shard.addcdiv_(part, divisor)
             self.is_empty = False
 
 
 class BucketBuffer:
-    """Where the gradients of a bucket travel; every bucket fits. There are two: a third bucket waits for the first.
+    """Memory in which the gradients of one bucket are sent and received. It has room for the largest bucket.
+
+    The optimizer has two BucketBuffers, so a third bucket waits until the first has arrived.
 
     Attributes:
-        places: bucket -> slots, views shaped like its parameters; and sent and received, (d, numel / d) each. Made
-            once, since Python is slow at making views and computing waits meanwhile.
-        bucket, works, parts: whose gradients are in it; what to wait for; what is added up then, (numel / d,) each.
+        sent, received: bytes. They are the same tensor if the transport needs no memory to receive in.
+        places: bucket -> (slots, sent, received): views of `sent`, shaped like the bucket's parameters; and the two
+            memories as (d, numel / d). Made once, since Python makes views slowly, and computing waits meanwhile.
+        bucket: the bucket whose gradients are in the buffer.
+        works: the works to wait for until its gradients have arrived.
+        parts: what is added up then, (numel / d,) each.
     """
 
     def __init__(self, buckets, transport):
@@ -186,16 +216,18 @@ class BucketBuffer:
         self.received = torch.zeros_like(self.sent) if transport.needs_receive_buffer else self.sent
         for bucket in buckets:
             dtype = self.wire_dtype(bucket)
+            # A bucket takes only the first bytes of both memories.
             sent, received = [memory[: bucket.numel * dtype.itemsize].view(dtype)
                               for memory in (self.sent, self.received)]
             slots = views_of(sent, bucket.tensors, bucket.starts)
             self.places[bucket] = slots, bucket.shards_of(sent), bucket.shards_of(received)
 
     def wire_dtype(self, bucket):
+        """Return the dtype in which gradients are sent. Variants override this method."""
         return bucket.flat_params.dtype
 
     def start_grad_sync(self, bucket):
-        """Take the gradients of `bucket` out of its parameters, and send them off."""
+        """Take the gradients of `bucket` out of its parameters, and send them."""
         self.bucket = bucket
         slots, sent, received = self.places[bucket]
         torch._foreach_copy_(slots, bucket.grads())
@@ -205,25 +237,25 @@ class BucketBuffer:
         self.works, self.parts = self.transport.reduce_scatter(sent, received, bucket.gradient)
 
     def finish_grad_sync(self):
-        """Wait, and add what has arrived to this rank's shard."""
+        """Wait until the gradients have arrived, and add them to this rank's shard."""
         for work in self.works:
             work.wait()
         self.bucket.gradient.add(self.parts)
 
 
 def param_starts(numels, alignment):
-    """-> where parameters begin that lie one after the other, each at a multiple of `alignment`; and where they end."""
+    """Return where parameters begin that lie one after the other, at multiples of `alignment`, and where they end."""
     return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
 
 
 def padded_numel(numel, world_size, alignment):
-    """-> the least length of at least `numel` that cuts into `world_size` equal shards, multiples of `alignment`."""
+    """Return `numel`, rounded up to a length that cuts into `world_size` equal shards, multiples of `alignment`."""
     unit = world_size * alignment
-    return -(-numel // unit) * unit
+    return -(-numel // unit) * unit  # -(-a // b) rounds a / b up
 
 
 def ranges_in_shard(numels, starts, shard_start, shard_stop):
-    """-> which parts of parameters lie between two positions, a Range each. Shards ignore parameter boundaries."""
+    """Return which parts of parameters lie between two positions, as Ranges. Shards ignore parameter boundaries."""
     ranges = []
     for index, (numel, param_start) in enumerate(zip(numels, starts)):
         start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
@@ -233,10 +265,10 @@ def ranges_in_shard(numels, starts, shard_start, shard_stop):
 
 
 def views_of(flat, params, starts):
-    """-> views of `flat`, shaped like `params`, which begin at `starts`."""
+    """Return views of `flat` that are shaped like `params` and begin at `starts`."""
     return [flat[start : start + param.numel()].view(param.shape) for param, start in zip(params, starts)]
 
 
 def cut_ranges(shard, ranges):
-    """-> views of a shard, (range numel,) each; between them lies padding."""
+    """Return a view of a shard for each of `ranges`, (range numel,); padding may lie between them."""
     return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]

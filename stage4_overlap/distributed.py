@@ -1,5 +1,10 @@
 """The class to rely on: the core of optimizer.py, made robust by guard/ and by the other files here.
 
+A *bucket* is a list of parameters whose gradients are sent together. The *inner optimizer*, torch's, steps *main
+parameters*: the parts of parameters that this rank owns, or fp32 copies of them if they have 16 bits. Guarded, the base
+class from guard/, calls the methods here that begin with an underscore; guard/guarded.py says when. `super()` is the
+core.
+
 In a *round* every bucket is sent once. Each backward pass is a round. If the pass doesn't compute a gradient, zeros are
 sent when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
 the ranks agree on which parameters were used and on the number of rounds.
@@ -39,14 +44,20 @@ from .rounds import BackwardPass, Rounds, agree_on_rounds, error_of, what_is_wro
 class GuardedBucket(Bucket):
     """A bucket that notices what other code does to its parameters, and gives main parameters their memory again.
 
-    Attributes:
-        main_grads: parameter -> the gradient of its main parameter, which the inner optimizer steps.
+    Attributes of the core's Bucket:
+        params, tensors: the parameters, and what is stored of each: of a DTensor its local part.
+        flat_params, views: the memory of all `tensors`, and a view of it for each of them.
+        main_params: parameter -> main parameter.
+
+    Attributes beside these:
+        main_grads: parameter -> the gradient of its main parameter.
+        inner_tensors: gives main parameters their memory again if the inner optimizer has replaced it.
         zero: a zero without dimensions, in the dtype of the parameters.
         addresses: the memory address of each tensor in `tensors`.
         written: all tensors that other code may write into: each parameter, and the local tensor of a DTensor.
         versions: autograd's version counter of each tensor in `written`; a later write changes it.
         kinds: class of parameters -> their class while they are in flight.
-        name: the bucket's name in torch.profiler.
+        name: the bucket's name in torch.profiler. The optimizer sets it, in `_watch_shards`.
     """
 
     tensor_of = staticmethod(local)
@@ -54,21 +65,21 @@ class GuardedBucket(Bucket):
     def partition(self):
         """Take this rank's part as the core does, and note what the other methods compare with later."""
         flat = self.flat_params
-        if not flat.is_meta:  # there is memory
+        if not flat.is_meta:  # tensors on the device "meta" have no memory
             for tensor, view in zip(self.tensors, self.views):
-                tensor.data = torch.from_dlpack(view)  # another storage on the same memory, which it keeps alive
+                tensor.data = torch.from_dlpack(view)  # a new storage of the same memory; it keeps the memory alive
         super().partition()
         self.main_grads = {param: main.grad for param, main in self.main_params.items()}
         self.inner_tensors = InnerTensors(self.main_params.values())
         self.zero = flat.new_zeros(())
         self.addresses = [view.data_ptr() for view in self.views]
-        BUCKETS[self] = None
+        BUCKETS[self] = None  # awaited.py may have to wait for all buckets
         self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
         self.written = list(dict.fromkeys([*self.params, *self.tensors]))
         self.note_new_params()
 
     def grads(self):
-        """Return the gradients as dense local tensors. A missing one is `zero`, expanded, which takes no memory."""
+        """Return the gradients as dense local tensors. A missing gradient is an expanded `zero`, without memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
             if grad is None:
@@ -80,7 +91,7 @@ class GuardedBucket(Bucket):
         return grads
 
     def note_new_params(self):
-        """Tell autograd that an all-gather changes the parameters: autograd then refuses graphs that have read them."""
+        """Tell autograd that an all-gather changes the parameters, so that it refuses graphs that have read them."""
         torch.autograd.graph.increment_version(self.written)
         self.versions = [tensor._version for tensor in self.written]
 
@@ -91,6 +102,7 @@ class GuardedBucket(Bucket):
 
     def moved_params(self):
         """Return parameters whose `data` was replaced, so that they are no longer views of `flat_params`."""
+        # This quick comparison is usually enough.
         if list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses:
             return []
         return [param for param, tensor, address in zip(self.params, self.tensors, self.addresses)
@@ -98,7 +110,7 @@ class GuardedBucket(Bucket):
 
     def start_param_sync(self):
         """Change the class of the parameters, then send them: from now on, reading a parameter waits for it."""
-        self.inner_tensors.take_back()
+        self.inner_tensors.take_back()  # main parameters have their memory again
         self.note_new_params()
         for kind in self.kinds.values():
             kind.bucket = self
@@ -108,20 +120,21 @@ class GuardedBucket(Bucket):
             super().start_param_sync()
 
     def finish_param_sync(self):
+        """Wait until the parameters have arrived, and give them their class again."""
         was_in_flight = self.param_sync is not None
-        # Otherwise reading a parameter in flight, here, would call this method again.
+        # Without DisableTorchFunctionSubclass, reading a parameter in flight here would call this method again.
         with torch._C.DisableTorchFunctionSubclass(), profiler_range(f"{self.name}: wait"):
             super().finish_param_sync()
         if was_in_flight:
             for param in self.params:
-                param.__class__ = type(param).kind
+                param.__class__ = type(param).kind  # the class before
             for kind in self.kinds.values():
                 kind.bucket = None
 
 
 @functools.cache
 def guarded(bucket_class):
-    """Return a subclass of `bucket_class`, which is a core's or a variant's, with GuardedBucket's methods before it."""
+    """Return a subclass of GuardedBucket and `bucket_class`, the core's class of buckets or the class of a variant."""
     return type(f"Guarded{bucket_class.__name__}", (GuardedBucket, bucket_class), {})
 
 
@@ -135,7 +148,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer; contiguous, on one
             device. For a DTensor, each rank's local part is sharded over `process_group`, which must be another
             dimension of the mesh.
-        optimizer_cls: an element-wise torch optimizer class.
+        optimizer_cls: an element-wise torch optimizer class, which updates each element independently of all others.
         process_group: the ranks that share the work; None means all ranks.
         average_over: a number by which the sum of gradients is divided, or a process group whose size is this number.
             None means `process_group`. For experts, see docs/experts.md.
@@ -149,15 +162,17 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         optimizer_kwargs: lr, weight_decay, fused and so on, for `optimizer_cls`.
 
     Raises:
-        RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups; on every rank, before anything is changed.
+        RuntimeError, TypeError, ValueError: see guard.refuse.checked_groups. Raised on every rank, before anything is
+            changed.
         ValueError: `optimizer_cls` is not element-wise, so it would update shards differently; or `bucket_cap_mb` or
             `reduce_dtype` is not one of the values above.
     """
 
-    _stage = 4
-    _probe = staticmethod(check_elementwise)
-    _takes_dtensors = True
-    _param_grad_holds = "nothing"  # except for gradients that wait for a later round
+    # guard/ reads these.
+    _stage = 4  # for repr()
+    _probe = staticmethod(check_elementwise)  # raises an error if `optimizer_cls` isn't element-wise
+    _takes_dtensors = True  # parameters may be DTensors
+    _param_grad_holds = "nothing"  # what torch's clipping finds in `param.grad`, unless a gradient waits for a round
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
@@ -170,14 +185,14 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self._rounds = Rounds()
         self.bucket_class = guarded(self.bucket_class)
         self._watched: dict = {}  # id of a parameter -> (handle of our hook, torch's dict of all its hooks)
-        forget_arrived()
+        forget_arrived()  # messages of optimizers that were dropped
         groups = self._prepare(params, optimizer_cls, process_group, average_over, optimizer_kwargs,
                                find_unused_parameters=find_unused_parameters, **core_arguments)
         super().__init__(groups, optimizer_cls, process_group=process_group, **core_arguments, **optimizer_kwargs)
         self._note_shards()
 
     def _refuse(self, named):
-        """Return [(name, local tensor), …]."""
+        """Refuse arguments of this stage. Return [(name, local tensor), …] for `named`, [(name, parameter), …]."""
         if self.reduce_dtype not in (None, torch.float32):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype}: it must be torch.float32 or None")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -187,11 +202,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return local_parts(named, self.process_group)
 
     def _watch_shards(self, groups):
+        """Name the buckets, and give the messages a tag. Guarded calls this when the core has made buckets."""
         for number, bucket in enumerate(self.buckets):
             bucket.name = f"bucket {number}"
         self.idle[0].transport.tag = next_tag(self.process_group)  # both buffers have this transport
 
     def watch(self, param):
+        """Let autograd call `on_grad_ready` when the gradient of `param` is complete. The core calls this method."""
         handle = hook_gradient(param, self.on_grad_ready, takes_gradient=True)
         self._watched[id(param)] = handle, param._post_accumulate_grad_hooks
 
@@ -219,7 +236,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """Send the bucket of `param` if it is full now. Autograd calls this method when the gradient is complete."""
         rounds = self._rounds
         if rounds.is_synced:
-            self._refuse_late_backward()
+            self._refuse_late_backward()  # raises an error if gradients were scaled by average_over
         rounds.is_synced = False
         if not rounds.is_accumulating and rounds.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
@@ -229,7 +246,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             rounds.waiting.add(id(param))
             return
         handle, all_hooks = self._watched[id(param)]
-        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:
+        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:  # the last hook isn't ours
             # The user's hooks run after our hook and must find this gradient in `param.grad`. So the parameter becomes
             # ready only after the buckets that are full without it were sent: the next gradient sends its bucket.
             bucket = self.bucket_of[param]
@@ -263,7 +280,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.send_full_buckets()
 
     def send_grads(self, bucket):
-        """Send a bucket as the core does, and note which gradients were sent."""
+        """Send a bucket as the core does, and note which gradients were sent. The core calls this in bucket order."""
         rounds = self._rounds
         used = [id(param) for param in bucket.params if param.grad is not None]
         with profiler_range(f"{bucket.name}: reduce-scatter"):
@@ -284,10 +301,14 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def _grads_elsewhere(self):
+        """Return whether gradients of this step were ever outside of `param.grad`: they are, once they are sent."""
         return self._rounds.went_backward
 
     def _before_average(self, arguments):
-        """Agree with the other ranks, and send every gradient that hasn't been sent. Return whether that was to do."""
+        """Agree with the other ranks, and send every gradient that hasn't been sent. Raise the error if they find one.
+
+        Returns False if the ranks had agreed before, in this step. arguments: of clip_grad_norm_() or scale_grads_().
+        """
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
         if self._rounds.settings_differ:
@@ -307,14 +328,15 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         faults = what_is_wrong(rounds, params, self.buckets)
         if rounds.is_synced:  # the ranks have agreed before, so other ranks would not answer
             return [faults.get(id(param), 0) for param in params]
-        if rounds.is_open or rounds.n_ended == 0:
+        if rounds.is_open or rounds.n_ended == 0:  # a pass has failed, or there was no round since the last step
             self._finish_round()
         arguments = {"backward passes dropped by model.zero_grad()": rounds.n_dropped, **arguments}
         rounds.settings = settings_of(self.param_groups, arguments)
         agreement = agree_on_rounds(rounds, params, faults, self._agreement_group)
-        while rounds.n_ended < agreement.n_rounds:  # send gradients that no_sync() has kept here, or zeros if elsewhere
+        # If no_sync() has kept gradients on any rank, this rank sends its own gradients, or zeros.
+        while rounds.n_ended < agreement.n_rounds:
             self._finish_round()
-        unused = set()
+        unused = set()  # on all ranks
         for param, is_used in zip(params, agreement.are_used):
             if not is_used and id(param) not in rounds.with_zeros:
                 unused.add(param)
@@ -330,11 +352,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         return agreement.worst_faults
 
     def _take_model_changes(self):
+        """Wait for the parameters, and update main parameters if other code has written into the model."""
         for bucket in self.buckets:
             bucket.finish_param_sync()
             bucket.take_model_changes()
 
     def sync_params(self):
+        """Send the updated parameters as the core does, and count rounds anew."""
         super().sync_params()
         self._rounds.start()
 
@@ -350,7 +374,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """
         rounds = self._rounds
         if rounds.waiting or rounds.went_backward:
-            self._agree({})
+            self._agree({})  # so that every rank sends, and receives, the same rounds
         rounds.start()
         rounds.zero(rounds.with_grad, set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # zero_grad() reads no element, so it needn't wait
@@ -360,14 +384,14 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _drop_grads(self, params, set_to_none):
         """Drop the gradients that were sent, if `model.zero_grad()` was called for all of them. Else note them as lost.
 
-        Waits for gradients in flight, of which every rank has sent its part. In the next step the ranks compare how
-        many rounds were dropped.
+        guard/dropping.py calls this method with the module's parameters. It waits for gradients in flight, of which
+        every rank has sent its part. In the next step the ranks compare how many rounds were dropped.
         """
         rounds = self._rounds
         ids = set(map(id, params))
         rounds.zero(ids, set_to_none)
         others_have_grads = any(param.grad is not None for param in all_params(self) if id(param) not in ids)
-        if others_have_grads or rounds.used - ids:  # gradients of others must stay
+        if others_have_grads or rounds.used - ids:  # gradients of parameters outside of `params` must stay
             rounds.lost |= rounds.used & ids
         elif rounds.used or rounds.is_open:
             if rounds.is_open:  # a pass that failed
@@ -380,6 +404,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     # ----------------------------------------------------------------------------------------- parameters, and the end
 
     def _is_moved(self, param):
+        """Return whether other code has replaced the parameter's data. guard/scaling.py calls this method."""
         return any(param is moved for moved in self.bucket_of[param].moved_params())
 
     def prefetch_params(self, model: torch.nn.Module) -> list:
@@ -395,11 +420,13 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
                 if wait_for_own not in module._forward_pre_hooks.values()]
 
     def _owned_ranges(self):
+        """Yield (parameter, start, stop, main): `main` is the main parameter of its elements from start to stop."""
         for bucket in self.buckets:
             for r, (param, main) in zip(bucket.ranges, bucket.main_params.items()):
                 yield param, r.start, r.stop, main
 
     def _buffers_in_words(self):
+        """Return a text for repr()."""
         return f"; buckets: {len(self.buckets)}, with buffers of {self.bucket_buffer_bytes:,} bytes"
 
     @property
@@ -419,5 +446,6 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self._move_to(process_group)
 
     def __del__(self):
+        """Finish what is in flight, so that a program may drop the optimizer at any time."""
         if "buckets" in self.__dict__:  # the constructor got so far
             keep_under_way(self.travelling, self.buckets)

@@ -1,5 +1,6 @@
 """Keeps the messages of several optimizers apart, and finishes the messages of an optimizer that a program drops.
 
+Stage 4 sends gradients from buffers while the model computes, so a buffer may be in use when its optimizer is dropped.
 Shown by tests/stages/test_models.py, and tests/stages/test_overlap.py, `test_gradients_keep_out_of_other_messages` and
 `test_an_optimizer_that_is_dropped_waits_for_its_parameters`.
 """
@@ -11,28 +12,31 @@ import weakref
 
 import torch.distributed as dist
 
-# Process group -> counter of its optimizers. Each of them tags its messages with a number of its own: so large that no
-# user has it.
+# Process group -> counter of its optimizers. Each optimizer tags its messages with another number, which is so large
+# that no program uses it for its own messages.
 TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-# Gradients that were in flight when their optimizer was dropped: (works to wait for, tensors that these read or write).
+# Gradients that were in flight when their optimizer was dropped: (works, tensors that the works read or write). A work
+# is what an asynchronous collective of torch returns.
 UNDER_WAY: list = []
 
 
 def next_tag(process_group):
-    """Return a tag for the messages of one optimizer, the same on every rank."""
+    """Return a tag for the messages of a new optimizer, the same on every rank, because all ranks count alike."""
     return next(TAGS.setdefault(process_group or dist.group.WORLD, itertools.count(2**30)))
 
 
 def forget_arrived():
-    """Let go, in UNDER_WAY, of messages that have arrived."""
+    """Remove from UNDER_WAY the messages that have arrived. The optimizer's constructor calls this function."""
     UNDER_WAY[:] = [(works, tensors) for works, tensors in UNDER_WAY if not all(work.is_completed() for work in works)]
 
 
 def keep_under_way(travelling, buckets):
     """Keep the tensors of gradients that are in flight when an optimizer is dropped, and wait for its parameters.
 
-    travelling: buffers with gradients in flight. buckets: of parameters, which may be in flight, too. A parameter in
-    flight would keep the model alive until Python collects garbage, so this function waits for parameters.
+    A parameter in flight would keep the model alive until Python collects garbage, so this function waits for them.
+
+    travelling: the buffers with gradients in flight.
+    buckets: the optimizer's buckets, lists of parameters that are sent together. Some may be in flight, too.
     """
     if sys.is_finalizing():
         return
@@ -41,6 +45,6 @@ def keep_under_way(travelling, buckets):
     try:
         for bucket in buckets:
             bucket.finish_param_sync()
-    except RuntimeError as failure:  # another rank has ended
+    except RuntimeError as failure:  # because another rank has ended
         warnings.warn(f"an optimizer was dropped while its parameters were under way ({failure}): call "
                       "finish_param_sync() before, or load a checkpoint", stacklevel=2)

@@ -1,5 +1,6 @@
 """Shards the local part of each DTensor over the data-parallel ranks: for tensor-parallel models on a 2-D mesh.
 
+A DTensor is torch's tensor whose elements are spread over the ranks of a mesh; each rank has its local part.
 Shown by tests/stages/test_dtensor.py.
 """
 
@@ -15,7 +16,7 @@ def local(tensor):
 
 
 def local_parts(named, process_group):
-    """Return [(name, local part of the parameter), …].
+    """Return [(name, local part of the parameter), …] for `named`, [(name, parameter), …].
 
     Raises ValueError: a parameter is spread over ranks of `process_group` already.
     """
@@ -23,7 +24,7 @@ def local_parts(named, process_group):
     for name, param in named:
         for mesh_group in mesh_groups_of(param):  # the process groups over which a DTensor is spread
             common_ranks = own_ranks.intersection(dist.get_process_group_ranks(mesh_group))
-            if len(common_ranks) > 1:  # this rank is one of them anyway
+            if len(common_ranks) > 1:  # this rank is in both groups anyway
                 raise ValueError(f"parameter {name} is spread over ranks of process_group already: pass the "
                                  'data-parallel dimension of the mesh, as process_group=mesh["dp"].get_group()')
     return [(name, local(param)) for name, param in named]

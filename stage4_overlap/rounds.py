@@ -1,11 +1,11 @@
 """Tracks which gradients each backward pass has sent, and lets the ranks agree on that with one all-reduce per step.
 
-A round is a backward pass that sends gradients: of each bucket, a list of parameters, all together. A rank may send the
-gradients of several rounds before a step.
-The ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the number of rounds,
-and on whether something is wrong with a gradient. The host knows all this without its GPU, and sends it in a process
-group of the hosts. So no host waits for its GPU. Shown by tests/stages/test_rounds.py,
-`test_no_step_waits_for_the_device`, and tests/stages/test_drawn.py.
+A bucket is a list of parameters whose gradients are sent together. A round is a backward pass that sends every bucket
+once. A rank may run several rounds before a step.
+In the all-reduce the ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the
+number of rounds, and on whether something is wrong with a gradient. A rank's *host* is its CPU. The host knows all this
+without asking its GPU, so the ranks agree in a gloo group, which sends CPU tensors, and no host waits for its GPU.
+Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and tests/stages/test_drawn.py.
 """
 
 import collections
@@ -19,11 +19,12 @@ from guard.dropping import gradient_lost
 from guard.groups import checksum_of, named_params
 from guard.refuse import backends_of, data_replaced
 
-# Faults of a gradient; 0 is none. A larger number is worse: the ranks agree on the worst fault of each gradient.
-MISSING = 1
-LATE = 2  # a program has assigned it after the gradient of the backward pass had been sent
-LOST = 3  # model.zero_grad() of a part of the model was to drop it, but its bucket had been sent with other gradients
-MOVED = 4  # its parameter no longer has the memory that this optimizer updates
+# What is wrong with the gradient of a parameter; 0 means nothing. A larger number is worse, because the ranks agree on
+# the largest number that any rank has for this gradient.
+MISSING = 1  # this rank has no gradient of the parameter
+LATE = 2  # a program has assigned the gradient after the gradient of the backward pass had been sent
+LOST = 3  # zero_grad() of a module couldn't drop the gradient, because it had been sent, together with other gradients
+MOVED = 4  # a program has replaced the memory of the parameter, which this optimizer updates
 MOST_NAMES = 9  # the most names of parameters in an error
 
 HOST_GROUPS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # process group -> what host_group() returns
@@ -31,29 +32,33 @@ N_MADE: collections.Counter = collections.Counter()  # name of a group -> how ma
 
 
 class Rounds:
-    """Counts the rounds since the last step. An optimizer and a wrapper that copies its attributes share this object.
+    """Counts the rounds since the last step. Most attributes are changed by the optimizer, in distributed.py.
 
+    They are in an object of their own so that a wrapper which copies the optimizer's attributes shares them with it.
     Sets have ids of parameters, because a tensor's own hash is slow.
 
     Attributes:
         n_ended: number of rounds that have ended.
         n_dropped: number of ended rounds whose gradients `model.zero_grad()` has dropped.
         is_open: whether a backward pass has begun a round that hasn't ended.
-        went_backward: whether a pass has begun a round on this rank, or, after the ranks have agreed, on any rank.
+        went_backward: whether a backward pass has begun a round on this rank; after the ranks have agreed, whether one
+            has on any rank.
         used: ids of the parameters whose gradient this rank has sent.
         lost: ids in `used` whose gradient `model.zero_grad()` should have dropped.
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
-            round, `Bucket.ready` has the parameters.
+            round, `ready` of their bucket has the parameters until the bucket is sent.
         unused: the parameters (no ids) that had no gradient on any rank when the ranks agreed last. They are not
-            updated, because their main parameters, which the inner optimizer steps, then have no gradient.
+            updated: the optimizer takes the gradient from their main parameters. A main parameter is what torch's
+            optimizer steps on this rank: a part of the parameter, or an fp32 copy of this part.
         with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
         with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
             are updated even if no rank uses them, as in torch.
-        settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`.
+        settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`. The
+            optimizer sets them before the ranks compare them.
         settings_differ: whether the settings differ between ranks, however little.
-        is_synced: whether the ranks have agreed, and every gradient was sent.
-        backward_pass: function () -> the current BackwardPass or None; a weak reference.
-        is_accumulating: whether we are inside no_sync.
+        is_synced: whether the ranks have agreed since the last gradient came, and every gradient was sent.
+        backward_pass: a weak reference: called, it returns the current BackwardPass, or None if no pass runs.
+        is_accumulating: whether the program is inside no_sync(), where gradients stay in `param.grad`.
     """
 
     def __init__(self):
@@ -99,32 +104,37 @@ class BackwardPass:
 
     def __init__(self, at_end):
         self.at_end = at_end
-        self.handle = None  # of the hook on a node of the outer pass
+        self.handle = None  # removes the hook on a node of the outer pass
         self._queue()
 
     def _queue(self, *_):
+        """Let torch call this object when the backward pass that runs now ends. Hooks of nodes get arguments."""
         if self.handle is not None:
             self.handle.remove()  # else the graph, which the user may keep, would keep this object after a failure
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @torch.compiler.disable  # because a compiled function may call backward()
     def __call__(self):
-        node = torch._C._current_autograd_node()  # of an outer pass: it has run the pass that ends now
+        # The node that autograd is running. If there is a node, it is a re-entrant checkpoint in the graph of an outer
+        # pass, and has started the pass that ends now.
+        node = torch._C._current_autograd_node()
         if node is None:
             self.at_end()
-        else:  # queue this object again when the node has run, for the end of the outer pass
+        else:  # when the node has run, queue this object again, for the end of the outer pass
             self.handle = node.register_hook(self._queue)
 
 
 def what_is_wrong(rounds, params, buckets):
-    """Return {id of a parameter: LATE, LOST or MOVED}, as far as this rank knows; `agree_on_rounds` adds MISSING."""
+    """Return {id of a parameter: LATE, LOST or MOVED}, as far as this rank knows. `agree_on_rounds` adds MISSING."""
     moved = []
     # What is in `param.grad` has waited since no_sync(), or is ready to be sent, or a program has assigned it.
     assigned = {id(param) for param in params if param.grad is not None} - rounds.waiting
     for bucket in buckets:
         assigned.difference_update(map(id, bucket.ready))
         moved += bucket.moved_params()
-    late = assigned if rounds.is_synced else assigned & rounds.used  # the gradients of these had been sent
+    # After the ranks have agreed, every assignment is too late. Before that, an assignment is too late if a gradient of
+    # this parameter was sent.
+    late = assigned if rounds.is_synced else assigned & rounds.used
     # Of several faults of a parameter the worst counts, because the last dict wins.
     return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
@@ -132,8 +142,8 @@ def what_is_wrong(rounds, params, buckets):
 def host_group(process_group, device):
     """Return a gloo group of the ranks of `process_group`, or None if `process_group` serves CPU tensors. Collective.
 
-    Each process group gets one gloo group. `new_group` doesn't make it, because `new_group` names a group after the
-    number of groups that this rank is in: ranks in different numbers of groups would wait for each other under
+    Each process group gets one gloo group. This function doesn't call dist.new_group(), which names a group after the
+    number of groups that this rank is in. Ranks that are in different numbers of groups would wait for each other under
     different names, for ever.
     """
     group = process_group or dist.group.WORLD
@@ -143,6 +153,7 @@ def host_group(process_group, device):
             N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
             name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
             store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            # torch's private attributes, so that a missing rank is noticed as soon as in `process_group`.
             timeout = group._get_backend(device).options._timeout
             HOST_GROUPS[group] = dist.ProcessGroupGloo(store, dist.get_rank(group), group.size(), timeout)
     return HOST_GROUPS[group]
@@ -150,16 +161,16 @@ def host_group(process_group, device):
 
 class Agreement(NamedTuple):
     """What all ranks know after they have agreed. Lists are in the order of the parameters."""
-    are_used: list  # 1 if any rank has used the parameter, else 0
-    worst_faults: list  # the worst fault of the parameter's gradient on any rank, or 0
+    are_used: list  # for each parameter 1 if any rank has used it, else 0
+    worst_faults: list  # for each parameter the worst fault of its gradient on any rank, or 0
     n_rounds: int  # the largest number of rounds on any rank
 
 
 def agree_on_rounds(rounds, params, faults, process_group):
-    """Return the Agreement of all ranks, and note in `rounds` what else they agree on. Collective.
+    """Return the Agreement of all ranks, and set `went_backward` and `settings_differ` of `rounds`. Collective.
 
-    The step calls this function, not the end of a backward pass: until the step another pass may follow, a program may
-    assign gradients, and a scheduler may set the lr.
+    The step calls this function. The end of a backward pass would be too early: until the step another pass may follow,
+    a program may assign gradients, and a scheduler may set the lr.
 
     faults: the dict that this rank's `what_is_wrong` has returned.
     """
@@ -175,23 +186,28 @@ def agree_on_rounds(rounds, params, faults, process_group):
         are_used.append(is_used)
         worst_faults.append(faults.get(id(param), MISSING if is_missing else 0))
     checksum = checksum_of(rounds.settings)
-    # Of each number the ranks get the largest. The smallest checksum is the negative of the largest -checksum.
+    # The all-reduce tells every rank the largest of the ranks' numbers, for each fact. The smallest checksum is the
+    # negative of the largest -checksum.
     facts = [*are_used, *worst_faults, rounds.went_backward, n_rounds, checksum, -checksum]
     report = torch.tensor(facts, dtype=torch.int32, device="cpu")
-    hosts = host_group(process_group, params[0].device)
-    if hosts is None:
+    gloo_group = host_group(process_group, params[0].device)
+    if gloo_group is None:
         dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     else:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        hosts.allreduce([report], options).wait()
+        gloo_group.allreduce([report], options).wait()
+    # The same facts in the same order: two of each parameter, and four others. went_backward is now of any rank.
     *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     rounds.settings_differ = largest != -minus_smallest
     return Agreement(of_params[: len(params)], of_params[len(params) :], n_rounds)
 
 
 def error_of(faults, groups, find_unused_parameters):
-    """Return an exception for the worst of `faults`, a list in the order of the parameters; None if it may be."""
+    """Return an exception for the worst of `faults`, a list in the order of the parameters, or None.
+
+    With `find_unused_parameters` a missing gradient is no error.
+    """
     worst = max(faults)
     least_error = LATE if find_unused_parameters else MISSING
     if worst < least_error:

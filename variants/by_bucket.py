@@ -1,9 +1,12 @@
-"""Updates one bucket after the other, in the order of the forward pass: a base of three variants.
+"""Updates one bucket after the other, in the order of the forward pass: a base of moments16, remainder16 and muon.
 
-moments16 and remainder16 keep moments and main parameters packed between steps: in 16 bits. They unpack one bucket at a
-time, and never all that a rank owns at once. A bucket is sent while the next bucket is updated. The optimizer's `step`
-is called once for each bucket, so the optimizer must count steps per tensor, as torch's optimizers do. An optimizer
-that counts its calls is refused.
+Stage 4 (stage4_overlap/) updates all buckets before it sends the first. A bucket is a list of parameters that are sent
+together. The inner optimizer, torch's, updates main parameters: the parts of parameters that this rank owns, or fp32
+copies of them if they have 16 bits.
+Here a bucket is sent while the next bucket is updated. moments16 keeps moments in 16 bits between steps, remainder16
+does so with a half of each main parameter. They unpack one bucket at a time, and never all that a rank owns at once.
+The inner optimizer's `step` is called once for each bucket, so the optimizer must count steps per tensor, as torch's
+optimizers do. An optimizer that counts its calls is refused.
 """
 
 import functools
@@ -16,19 +19,22 @@ PER_PARAMETER = {"params", "param_names"}  # entries of a group that have an ite
 
 
 class BucketByBucket(OverlapOptimizer):
+    """Stage 4's core, which updates and sends one bucket after the other."""
+
     def unpack(self, bucket):
-        """Return what this rank updates of a bucket, in fp32, (numel / d,). A variant may make it only now."""
+        """Return the main parameters of a bucket as one tensor, (numel / d,). A variant may make them only now."""
         return bucket.parameter.main_shard
 
     def pack(self, bucket):
-        """Send a bucket's parameters as soon as they are updated."""
+        """Send a bucket's parameters, which were just updated. A variant may pack its state before."""
         bucket.start_param_sync()
 
     def step_own(self):
-        self.finish_param_sync()
+        """Update and send each bucket. The core's `step` calls this after it has averaged the gradients."""
+        self.finish_param_sync()  # no forward pass may have waited for some parameters of the last step
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             own_group.update(hyperparameters(group))
-        for bucket in reversed(self.buckets):  # buckets are in the order of the backward pass
+        for bucket in reversed(self.buckets):  # self.buckets is in the order of the backward pass
             self.unpack(bucket)
             step_only(self.optimizer, bucket.main_params.values())
             bucket.gradient.is_empty = True  # the next gradients replace these
@@ -41,12 +47,14 @@ class BucketByBucket(OverlapOptimizer):
 
 
 def step_only(optimizer, chosen, step=None):
-    """Let `optimizer` step only the parameters in `chosen`: hide its other parameters and their gradients meanwhile.
+    """Let `optimizer` step only the parameters in `chosen`.
 
-    step: the method to call, if it isn't `optimizer.step`.
+    During the step its groups lack the other parameters, and these have no gradients.
+
+    step: the method to call in place of `optimizer.step`.
     """
     step = step or optimizer.step
-    whole_groups = [dict(group) for group in optimizer.param_groups]  # copies
+    whole_groups = [dict(group) for group in optimizer.param_groups]  # copies, to restore the groups from
     chosen_ids = set(map(id, chosen))  # because a tensor's own hash is slow
     hidden = []  # (parameter, its gradient)
     try:
@@ -55,9 +63,9 @@ def step_only(optimizer, chosen, step=None):
             for param, is_chosen in zip(group["params"], are_chosen):
                 if not is_chosen:
                     hidden.append((param, param.grad))
-                    param.grad = None  # because a class may have listed its parameters in its constructor
+                    param.grad = None  # a class may step a list of parameters that it has made in its constructor
             for key in PER_PARAMETER & group.keys():
-                group[key] = list(itertools.compress(whole_group[key], are_chosen))
+                group[key] = list(itertools.compress(whole_group[key], are_chosen))  # the items that are chosen
         step()
     finally:
         for group, whole_group in zip(optimizer.param_groups, whole_groups):
@@ -70,9 +78,12 @@ def step_only(optimizer, chosen, step=None):
 def tried_tensor_by_tensor(check, **arguments):
     """Return a `_probe` for a DistributedOptimizer: it refuses an optimizer class that counts its calls.
 
-    `check`, a function of guard/probe.py, compares two trainings. One of them has a call of `step` per tensor.
+    The guard calls `_probe` in the constructor. `check`, a function of guard/probe.py, compares two trainings. One of
+    them calls `step` once per tensor.
+
+    arguments: more arguments for `check`.
     """
-    def probe(make_optimizer, groups):
+    def probe(make_optimizer, groups):  # make_optimizer: a functools.partial of the optimizer class
         make_stepped_one_by_one = functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords)
         return check(make_stepped_one_by_one, groups, make_plain=make_optimizer, **arguments)
     return staticmethod(probe)

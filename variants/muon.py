@@ -1,11 +1,14 @@
 """Gives each matrix whole to one rank, so that Muon, which needs whole matrices, runs sharded and overlapped.
 
+Stage 4 (stage4_overlap/) sends gradients and parameters in buckets, flat tensors of many parameters. Each of d ranks
+updates 1/d of a bucket, its shard, and shards end in the middle of matrices. Here a shard has whole matrices.
 Situation: a program trains with Muon, SOAP or Shampoo. Stage 4 refuses these optimizers, because they update a piece of
 a matrix differently than the whole matrix.
 Called elsewhere: the layer-wise distributed optimizer of Megatron-LM (Muon), Owned placement in torchtitan, RaggedShard
 in veScale, dion's Muon over FSDP2; modded-nanogpt gives each rank matrices of one shape. DeepSpeed runs Muon beneath
 ZeRO-1 and -2.
-Wire: 2 · 4Ψ · (d-1)/d bytes. Each rank's part of a bucket is sent at its true length, without padding to the longest.
+Wire (what a rank sends per step): 2 · 4Ψ · (d-1)/d bytes for Ψ parameters. Each rank's part of a bucket is sent at its
+true length, without padding to the longest.
 Memory: stage 4's 4 + 12/d bytes per parameter with AdamW, and 4 + 8/d with Muon, which has one moment.
 Costs: with a backend that exchanges gradients, such as gloo, a rank needs memory for a copy of its part from each rank.
 If a bucket had fewer matrices than there are ranks, some ranks would receive nothing while the others do. So a bucket
@@ -27,10 +30,11 @@ from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 def owners(groups, world_size):
     """Return {parameter: the rank that steps it}, so that all ranks have about as much to compute.
 
-    Dealt in the order of the model, each bucket has parameters of every rank, so all ranks send at once. Dealt the most
-    expensive first, the ranks' work may be more even: only then this order is taken.
+    Parameters are dealt to the ranks in the order of the model. Then each bucket has parameters of every rank, so all
+    ranks send at once. If dealing the most expensive parameters first makes the work more even, that order is taken.
     """
     params = [param for group in groups for param in group["params"]]
+    # parameter -> the number of products that its update takes, see the module docstring
     work_of = {param: param.numel() * min(param.shape, default=1) for param in params}
 
     def dealt(params):
@@ -49,14 +53,18 @@ def owners(groups, world_size):
 
 
 class UnevenTransport(Transport):
-    """Sends parts of unequal lengths: NCCL then starts a reduce, or a broadcast, for each rank, all at once."""
+    """Sends shards of unequal lengths. For these NCCL starts a reduce, or a broadcast, for each rank, all at once."""
 
     def reduce_scatter(self, sent, received, gradient):
-        """Return (works to wait for, what this rank then adds up). `sent`: for each rank the part that it owns."""
+        """Average `sent`, a list of the shards of all ranks. Return (works to wait for, tensors to add up then).
+
+        `gradient` adds them up: the bucket's PartitionedGradient, which may take the average without adding.
+        """
         place, parts = gradient.place_for(sent[self.rank])
         return [dist.reduce_scatter(place, list(sent), dist.ReduceOp.AVG, **self.asynchronous)], parts
 
     def all_gather(self, shards):
+        """Send this rank's shard, and receive the other shards in place. Return works to wait for."""
         return [dist.all_gather(list(shards), shards[self.rank], **self.asynchronous)]
 
 
@@ -64,11 +72,16 @@ class UnevenExchange(Exchange, UnevenTransport):
     """Exchanges gradients, to sum them in fp32 on NCCL, and gathers parameters as UnevenTransport does."""
 
 
-UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # class of stage 4 -> ours; GlooTransport may stay
+UNEVEN = {Transport: UnevenTransport, Exchange: UnevenExchange}  # class of stage 4 -> class for unequal shards
 
 
 class WholeBucket(Bucket):
-    """A bucket whose shards are whole parameters. `lengths`: for each rank, the number of elements of its shard."""
+    """A bucket whose shards are whole parameters.
+
+    Attributes:
+        lengths: for each rank, the number of elements of its shard.
+        numel, starts, ranges: as in Bucket: all elements, where parameters begin, and what this rank owns.
+    """
 
     def place(self, alignment):
         """Choose where each parameter lies: the shards follow one another, each with the parameters of its owner."""
@@ -88,6 +101,7 @@ class WholeBucket(Bucket):
                 self.ranges.append(Range(index, 0, self.tensors[index].numel(), offset))  # the whole parameter
 
     def shards_of(self, flat):
+        """Cut a tensor of the bucket's length into the shards of all ranks."""
         return flat.split(self.lengths)
 
     def partition(self):
@@ -99,29 +113,35 @@ class WholeBucket(Bucket):
 
 
 class WholeBuffer(BucketBuffer):
+    """A buffer in which gradients are sent as in stage 4, and received from each rank."""
+
     def __init__(self, buckets, transport):
-        """Make room to receive this rank's shard of a bucket from each rank, which may be more than the bucket."""
+        """Make memory to receive this rank's shard from each rank. Together these may be longer than the bucket."""
         super().__init__(buckets, transport)
         if transport.needs_receive_buffer:
             n_ranks = transport.world_size
             sizes = [n_ranks * bucket.lengths[transport.rank] * self.wire_dtype(bucket).itemsize for bucket in buckets]
             self.received = self.sent.new_zeros(max(sizes))  # bytes
             for bucket, n_bytes in zip(buckets, sizes):
-                slots, sent, _ = self.places[bucket]  # the third, where stage 4 receives, may be too small
+                slots, sent, _ = self.places[bucket]  # the third, stage 4's view to receive in, may be too small
                 received = self.received[:n_bytes].view(self.wire_dtype(bucket))
                 self.places[bucket] = slots, sent, received.view(n_ranks, -1)
 
 
 class ShardedOptimizer(BucketByBucket):
+    """Stage 4's core with whole matrices. BucketByBucket sends a bucket while the next bucket is updated."""
+
     bucket_class = WholeBucket
     bucket_buffer_class = WholeBuffer
 
     def transport_for(self, process_group, *args):
-        """Return the transport, with an owner for each parameter. Choose the size of buckets too, unless it is given.
+        """Return the transport, which sends messages, with an owner for each parameter as `owner_of`.
 
-        A bucket then has room for the largest matrix of each rank, or a twelfth of all parameters if that is less.
+        The core calls this method before it makes buckets, so this method chooses the size of buckets, too, unless the
+        program has given it. A bucket then has room for the largest matrix of each rank, or a twelfth of all parameters
+        if that is less.
         """
-        usual_class = type(transport_for(process_group, *args))
+        usual_class = type(transport_for(process_group, *args))  # GlooTransport can send unequal shards already
         transport = UNEVEN.get(usual_class, usual_class)(process_group)
         transport.owner_of = owners(self.param_groups, transport.world_size)  # for WholeBucket.place
         sizes_mib = [param.nbytes / 2**20 for param in transport.owner_of]
@@ -132,10 +152,12 @@ class ShardedOptimizer(BucketByBucket):
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's DistributedOptimizer, for any optimizer that steps tensors one by one."""
 
+    # The guard reads both. `_probe` refuses a class that updates tensors together, or counts calls of `step`.
     _probe = tried_tensor_by_tensor(check_one_by_one, are_views=True)
     _steps_whole_params = True
 
     def _refuse(self, named):
+        """Refuse DTensors, torch's tensors that are spread over ranks. named: [(name, parameter), …]."""
         for name, param in named:
             if hasattr(param, "placements"):
                 raise ValueError(f"parameter {name} is a DTensor, of which a rank has a part; this steps whole "

@@ -1,7 +1,10 @@
-"""Trains with Muon, for rows of the bench: matrices by torch.optim.Muon, the rest by AdamW, replicated and sharded.
+"""Trains with Muon, for two rows of the bench: matrices by torch.optim.Muon, and all other parameters by AdamW.
 
+A row of the bench is a way to train, which is measured. In one of the two rows the optimizers are replicated, so that
+each rank updates everything. In the other row they are sharded, by variants/muon.py and by stage 4.
 `make bench ARGS="--rows muon"` and `make bench WHAT=network ARGS="--rows muon"` measure them. Muon adds computing to a
-step, Newton–Schulz of each matrix. Replicated, every rank computes all matrices; sharded, a rank computes 1/d.
+step: Newton–Schulz of each matrix. Every rank computes it for all matrices in the replicated row, and each of d ranks
+for 1/d of the matrices in the sharded row.
 """
 
 import functools
@@ -17,12 +20,12 @@ MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 
 
 def split(model):
-    """Return (matrices, rest): Muon is for matrices that are no embeddings."""
+    """Return (matrices, rest): the matrices that are no embeddings, for Muon, and all other parameters."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     matrices = []
     rest = []
     for param in model.parameters():
-        if param.dim() == 2 and param not in embeddings:  # the head has the weight of an embedding
+        if param.dim() == 2 and param not in embeddings:  # the output layer has the weight of an embedding
             matrices.append(param)
         else:
             rest.append(param)
@@ -30,10 +33,15 @@ def split(model):
 
 
 def pair_of(matrix_class, rest_class, prefetches=False):
-    """Return a function build(model, adamw) -> Training: `matrix_class` runs Muon, `rest_class` runs AdamW."""
+    """Return a function build(model, adamw) -> Training. `matrix_class` runs Muon, `rest_class` runs AdamW.
+
+    The bench calls it. Training is its training loop. `adamw` has the arguments of AdamW.
+
+    prefetches: whether `step` may return before the updated parameters have arrived.
+    """
     def build(model, adamw):
         matrices, rest = split(model)
-        # The rest comes first, because the next forward pass reads embeddings first.
+        # A Chained acts as one optimizer, and steps the rest first: the next forward pass reads embeddings first.
         pair = Chained(rest_class(rest, torch.optim.AdamW, **adamw), matrix_class(matrices, torch.optim.Muon, **MUON))
         if prefetches:
             for optimizer in pair.optimizers:
@@ -43,11 +51,13 @@ def pair_of(matrix_class, rest_class, prefetches=False):
 
 
 def ddp_and_muon(model, adamw):
-    """Orthogonalise every matrix on every rank, beneath DDP."""
+    """Build the replicated row: DDP averages the gradients, and every rank updates every matrix."""
+    # This class updates all parameters on every rank. DDP has averaged the gradients already.
     replicated = functools.partial(DistributedOptimizer, average_gradients=False)
     training = pair_of(replicated, replicated)(model, adamw)
     training.forward = in_ddp(model)
     return training
 
 
+# Builds the sharded row.
 whole_matrices = pair_of(variants.muon.DistributedOptimizer, stage4_overlap.DistributedOptimizer, prefetches=True)
