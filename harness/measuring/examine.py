@@ -62,7 +62,7 @@ def adamw(settings):
 
 
 def make_model(settings, rank, dtype, starts_apart=False):
-    """Make a model. Every rank has the same weights, unless `starts_apart`: then each rank has other weights."""
+    """Make a model. Every rank gets the same weights; with `starts_apart` each rank gets other weights."""
     seed = settings.seed + rank.number if starts_apart else settings.seed
     torch.manual_seed(seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
@@ -244,7 +244,7 @@ def time_warm_steps(rank, step, inputs, finish):
 
 
 def timestamp(device):
-    """Return the time in seconds. On a GPU, return an event, which gets its time when the GPU has done all work before."""
+    """Return the time in seconds; on a GPU an event, which gets its time when the GPU has done all work before it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
