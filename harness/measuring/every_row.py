@@ -38,11 +38,15 @@ class Row:
 
     @property
     def configuration(self):
+        """Return the row's Configuration in the catalogue."""
         return catalogue.find(*self.row_id)
 
     @property
     def median_ms(self):
-        """Return the median time of a step over the rounds. A row without times has infinity, so it is never fastest."""
+        """Return the median time of a step over the rounds.
+
+        Of a row without times that is infinity, so that such a row is never the fastest.
+        """
         return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
 
     def over(self, other):
