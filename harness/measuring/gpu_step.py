@@ -7,13 +7,17 @@ a separate stream of the GPU, for as long as the bytes would take on a link of 2
 result wait for that stream. So one GPU shows the steps of 8 GPUs. One difference is left: NCCL's own kernels would take
 some multiprocessors, and some of the memory's rate, from other kernels. Without a GPU the program prints one line.
 """
-# A row is a way to train. The catalogue, harness/training/rows.py, has for each row a function `build(model, AdamW's
-# arguments)`, which returns a Training: an object with a model, an optimizer, and the parts of a step as methods. A
-# stage is an optimizer of this project, in a folder stage*/. The host is the CPU side of a rank, and a stream is a
-# queue of kernels on a GPU. torch.cuda._sleep(cycles), a private function of torch, starts a kernel that only counts
-# cycles of the GPU's clock. A span is a pair (start, end): `union` merges spans that overlap, `overlap` returns what
-# two lists of spans have in common, `length` adds up their seconds. Communication is exposed while a message is in
-# flight and no kernel computes.
+# The words of this file:
+#   row       a way to train; harness/training/rows.py, the catalogue, lists all of them
+#   build     a function of a model and AdamW's arguments, which returns a Training
+#   Training  an object with a model, an optimizer, and the parts of a step as methods
+#   stage     an optimizer of this project, in a folder stage*/
+#   host      the CPU side of a rank
+#   stream    a queue of kernels on the GPU
+#   _sleep    torch.cuda._sleep(cycles) starts a kernel that only counts cycles of the GPU's clock
+#   span      a pair (start, end). `union` merges spans that overlap, `overlap` returns what two lists of spans have in
+#             common, `length` adds up their seconds
+#   exposed   said of the time in which a message is in flight and no kernel computes
 
 import functools
 import itertools

@@ -34,6 +34,7 @@ class WatchedWork(dist.Work):
 
     @staticmethod
     def finish(work, on_completion):
+        """Wait for the Work, in the executor's thread. If the Work has failed, `wait` raises its error."""
         try:
             work.wait()
         finally:
@@ -51,7 +52,7 @@ class WatchedWork(dist.Work):
 class Collective:
     """An entry of a Ledger: a collective, or a send or recv, on one rank. Times are seconds of time.perf_counter."""
     kind: str  # the first value of a line of OPERATORS, such as "all_reduce"
-    size: int  # bytes of the full tensor: of what all parts of a reduce-scatter or all-gather make up
+    size: int  # bytes of the full tensor, of which each rank has a part in a reduce-scatter or all-gather
     dtype: torch.dtype  # None for a barrier, which has no tensors
     group_size: int  # number of ranks in the process group
     backend: str  # "gloo", "nccl", or "fake", with which a rank plays alone and nothing is sent
@@ -101,6 +102,12 @@ FUNCTIONAL = {
 ENDINGS = re.compile("(_coalesced)?(_|_out)?$")
 # Operators in the two namespaces that send nothing.
 MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+
+
+def named_arguments(schema, args, kwargs):
+    """Return {name: value} of an operator's arguments. `schema`: torch's description of the operator."""
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, args)), **kwargs}
 
 
 def kind_and_tensors(operator, arguments):
@@ -188,9 +195,7 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if function.namespace not in COLLECTIVE_NAMESPACES:
             return function(*args, **kwargs)
-        names = [argument.name for argument in function._schema.arguments]
-        arguments = {**dict(zip(names, args)), **kwargs}
-        entry = self.entry_of(function._schema.name, arguments)
+        entry = self.entry_of(function._schema.name, named_arguments(function._schema, args, kwargs))
         result = function(*args, **kwargs)
         if entry is None:
             return result
@@ -210,7 +215,8 @@ class Ledger(TorchDispatchMode):
             size = min(sizes, default=0) * group.size()
         else:
             size = max(sizes, default=0)
-        dtype = next((tensor.dtype for tensors in tensor_lists for tensor in tensors), None)
+        all_tensors = tree_leaves(tensor_lists)
+        dtype = all_tensors[0].dtype if all_tensors else None
         backend = dist.get_backend(group)
         n_bytes_sent = wire_bytes(kind, size, group.size(), backend)
         return Collective(kind, size, dtype, group.size(), backend, n_bytes_sent, time.perf_counter())

@@ -8,11 +8,14 @@ train on 1, 2, 4 and 8 ranks, and the program measures by how much the parameter
 give --json results/losses.json, `make report` writes the losses into variants/README.md, and draws the differences for
 docs/same_bits.md.
 """
-# A variant is an optimizer in a file of variants/. A configuration, here, is a way to train: DDP, stage 4, or a
-# variant. `build(model, AdamW's arguments)` makes its `Training`: an object with a model, an optimizer, and the parts
-# of a step. `rank`, a harness.ranks.meeting.Rank, tells a function which rank runs it. `workers.run(function,
-# *arguments)` calls function(rank, *arguments) on every rank, and returns the results by rank; `on_rank_0` returns the
-# result of rank 0.
+# The words of this file:
+#   variant        an optimizer in a file of variants/
+#   configuration  a way to train: DDP, stage 4, or a variant
+#   build          a function of a model and AdamW's arguments, which returns a Training
+#   Training       an object with a model, an optimizer, and the parts of a step as methods
+#   rank           which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   workers        the ranks: workers.run(function, *arguments) calls function(rank, *arguments) on each of them, and
+#                  returns the results by rank; on_rank_0 does the same, and returns rank 0's result
 
 import contextlib
 import statistics

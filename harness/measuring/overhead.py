@@ -7,10 +7,13 @@ stage3_gradbuffer/ and stage4_overlap/): at which size is a model too small for 
 "host" of `make bench` and `make bench WHAT=cuda`. There one process plays rank 0 of 8, its messages go nowhere, and the
 model's tensors are tiny, so what takes time is Python: launches of kernels, hooks, and what is wrapped around AdamW.
 """
-# The catalogue, harness/training/rows.py, lists ways to train, the rows. Each is a function `build(model, AdamW's
-# arguments)`, which returns a Training: an object with a model, an optimizer, and the parts of a step as methods.
-# `rank` tells a function which rank runs it. `column` describes a column of a table: a title, a function of a row,
-# where the numbers come from, and their format.
+# The words of this file:
+#   row       a way to train; harness/training/rows.py, the catalogue, lists all of them
+#   method    the first half of this file, about small models, calls its three rows methods
+#   build     a function of a model and AdamW's arguments, which returns a Training
+#   Training  an object with a model, an optimizer, and the parts of a step as methods
+#   rank      which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   column    describes a column of a table: a title, a function of a row, where the numbers come from, and their format
 
 import functools
 import math
@@ -99,7 +102,7 @@ def measure_small(workers, sizes):
 
 
 def small_sheet(ms_of):
-    """Make the table of small models, in which a row is a size. `ms_of`: what `measure_small` returns."""
+    """Make the table of small models, with a line for each size. `ms_of`: what `measure_small` returns."""
     ddp_ms = ms_of[DDP]
     columns = {"model": name_column("{:,}".format, "parameters"),
                DDP: column("DDP, ms", ddp_ms.get, "measured", ".2f")}

@@ -4,11 +4,15 @@
 
 Exit code: 0; 1 when a row is wrong or fails, or a host can't be made; 2 for bad input.
 """
-# A row is a way to train, listed with its name in harness/training/rows.py; a RowId is that name, `base`, and maybe a
-# size of bucket. A bucket is the unit in which DDP and stage 4 (the optimizer in stage4_overlap/) send gradients. A
-# sweep times both with buckets of several sizes. The curve is a picture of times on links of several rates. The ladder
-# is the table in README.md of DDP and the stages. A host is a network namespace of Linux, which acts as a machine of
-# its own. A rank is one process of the training; `rank` is its number here.
+# The words of this file:
+#   row     a way to train, listed with its name in harness/training/rows.py, the catalogue
+#   RowId   the name of a row, `base`, and maybe a size of bucket
+#   bucket  the unit in which DDP and stage 4 (the optimizer in stage4_overlap/) send gradients
+#   sweep   a short measurement of DDP and stage 4 with buckets of several sizes
+#   curve   a picture of the time of a step on links of several rates
+#   ladder  the table of DDP and the stages in README.md
+#   host    a network namespace of Linux, in which processes see a network of their own, as on another machine
+#   rank    a process that trains; here the number of that process
 
 import ctypes
 import functools
