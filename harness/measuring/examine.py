@@ -89,7 +89,8 @@ def describe(rank, settings):
     if rank.device.type == "cuda":
         machine = torch.cuda.get_device_name(rank.device)
         n_gpus = torch.cuda.device_count()
-        words += f" that share {n_gpus} GPU(s)" if n_gpus < rank.world_size else ""
+        if n_gpus < rank.world_size:
+            words += f" that share {n_gpus} GPU(s)"
     return Conditions(made_here(machine), words, rank.device.type, numel)
 
 

@@ -128,7 +128,8 @@ def params_by_step(rank, method):
         for batches in batches_of_leaves:
             is_last = batches is batches_of_leaves[-1]
             # Gradients are sent in the last backward pass of a step, and only add up in the passes before.
-            with contextlib.nullcontext() if is_last else training.no_sync():
+            context = contextlib.nullcontext() if is_last else training.no_sync()
+            with context:
                 loss = training.forward(*batches.batch(step))
                 (loss / divisor).backward()
         clip(training, MAX_NORM)

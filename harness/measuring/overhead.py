@@ -218,17 +218,23 @@ def host_sheet(steps_of):
 
     def median_ms(name):
         return 1e3 * statistics.median(step.whole for step in steps_of[name])
+
+    def over_plain(name):
+        return best(name, "whole") / best(PLAIN, "whole")
+
+    def us_per_tensor(name):
+        return 1e6 * best(name, "whole") / N_TENSORS
+
+    titles = {"forward": "forw.", "backward": "backw.", "step": "step", "zero_grad": "zero", "whole": "whole"}
+    columns = {"name": name_column(str)}
+    for phase, title in titles.items():
+        columns[phase] = column(title, best_ms(phase), form=".2f")
+    columns["over_plain"] = column("x plain", over_plain, form=".2f")
+    columns["median"] = column("median", median_ms, form=".2f")
+    columns["per_tensor"] = column("µs/tensor", us_per_tensor, form=".0f")
     return sheet_of(
         f"Best host time of a step, ms, measured: {N_TENSORS} tensors of {SIDE} x {SIDE}, rank 0 of {N_PLAYED_RANKS}",
-        steps_of, {
-            "name": name_column(str), "forward": column("forw.", best_ms("forward"), form=".2f"),
-            "backward": column("backw.", best_ms("backward"), form=".2f"),
-            "step": column("step", best_ms("step"), form=".2f"),
-            "zero_grad": column("zero", best_ms("zero_grad"), form=".2f"),
-            "whole": column("whole", best_ms("whole"), form=".2f"),
-            "over_plain": column("x plain", lambda name: best(name, "whole") / best(PLAIN, "whole"), form=".2f"),
-            "median": column("median", median_ms, form=".2f"),
-            "per_tensor": column("µs/tensor", lambda name: 1e6 * best(name, "whole") / N_TENSORS, form=".0f")},
+        steps_of, columns,
         [f"Best of {HOST_STEPS} steps, all rows in turn; median and µs a tensor: of the whole step. "
          "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MiB."])
 

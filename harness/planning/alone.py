@@ -78,7 +78,7 @@ class Recorded(NamedTuple):
 
 # A DryRun keeps so many of the last works alive, because torch's C++ loses a work whose Python object is gone.
 WORKS_KEPT = 64
-FP32_BYTES = 4
+FP32_BYTES = 4  # of one value
 
 
 class DryRun(Memory):
@@ -99,9 +99,9 @@ class DryRun(Memory):
     # the time of a dry run.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
-    def begin_step(self, number):
-        """Forget the events of the step before."""
-        self.number = number  # of the step
+    def begin_step(self, step_number):
+        """Begin a step, and forget the events of the step before."""
+        self.step_number = step_number
         self.phase = "forward"  # the function `record` sets the next phases
         self.events = []  # of this step
         # (number of the step, index of the launch) of launches for which DDP waits at the end of the backward pass.
@@ -135,22 +135,22 @@ class DryRun(Memory):
         """
         entry = self.ledger.entry_of(schema.name, arguments)
         kind = entry.kind
-        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one rank to the other
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # is a message from one rank to the other
             rank_0_is_root = arguments["root_rank"] == 0
-            root_sends = kind == "broadcast"
+            root_sends = kind == "broadcast"  # in a reduce the root receives
             kind = "send" if rank_0_is_root == root_sends else "recv"
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))
-        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1  # the ranks of a group have equal distances
         self.events.append(Event("launch", self.phase, n_bytes=entry.size, kind=kind, index=self.n_launched,
                                  group_size=entry.group_size, stride=stride))
-        work = FakeWork(self, args[0])
+        work = FakeWork(self, args[0])  # the first argument has the tensors that the operator writes
         self.n_launched += 1
         self.last_works.append(work)
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
 
-    def wait(self, number, index):
-        """Add a "wait" event: the rank waits for launch `index` of step `number`."""
-        self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
+    def wait(self, step_number, index):
+        """Add a "wait" event: the rank waits for launch `index` of step `step_number`."""
+        self.events.append(Event("wait", self.phase, index=index, lag=self.step_number - step_number))
 
 
 class FakeWork(dist.Work):
@@ -159,7 +159,7 @@ class FakeWork(dist.Work):
     def __init__(self, dry_run, tensors):
         super().__init__()
         self.dry_run = dry_run
-        self.step_and_index = (dry_run.number, dry_run.n_launched)  # numbers of the step, and of the launch in it
+        self.step_and_index = (dry_run.step_number, dry_run.n_launched)  # number of the step, index of the launch in it
         self.tensors = tensors  # of the collective: they stay alive until the rank has waited, as in a real run
         self.has_arrived = False  # as `is_completed` said last; a wait for what has arrived is no event
 
@@ -170,8 +170,12 @@ class FakeWork(dist.Work):
         return True
 
     def is_completed(self):
-        """Return whether this collective has arrived: two more were launched after it, or the next step has begun."""
-        second_last_launch = (self.dry_run.number, self.dry_run.n_launched - 2)
+        """Return whether this collective has arrived. The row "owner reduce" asks.
+
+        In a dry run nothing arrives, so there is a rule: a collective has arrived when two more collectives were
+        launched after it, or the next step has begun.
+        """
+        second_last_launch = (self.dry_run.step_number, self.dry_run.n_launched - 2)
         self.has_arrived = self.step_and_index < second_last_launch
         return self.has_arrived
 
@@ -227,8 +231,9 @@ def core_class(package, name="DistributedOptimizer"):
 def assign_to_buckets(cap_mb):
     """Return a function that assigns parameters to DDP's buckets as DDP itself does from its second step on.
 
-    DDP would do so by the order in which gradients came in its first step. Args:
-        cap_mb: size of a bucket in MiB; None: DDP's default, with a smaller first bucket.
+    DDP itself needs a real first step for that, in which it learns the order of the gradients.
+
+    `cap_mb`: size of a bucket in MiB; None: DDP's default, with a smaller first bucket.
     """
     torchs_assignment = dist._compute_bucket_assignment_by_size
     if cap_mb is None:
@@ -239,12 +244,14 @@ def assign_to_buckets(cap_mb):
     def assign(params, limits_of_step_1, are_sparse):
         """Fill buckets from the last parameter on, whose gradient comes first.
 
-        Returns what torch's function returns: ([indices of parameters, …] by bucket, sizes of buckets). The bucket that
-        is filled first is returned last, as DDP expects.
+        Stands in for torch's function, whose argument `limits_of_step_1` it ignores. Returns what that returns: (for
+        each bucket the list of indices in `params`, sizes of buckets). The bucket that is filled first is returned
+        last, as DDP expects.
         """
         buckets, sizes = torchs_assignment(params[::-1], limits, are_sparse[::-1])
         last = len(params) - 1
-        buckets = [[last - i for i in bucket] for bucket in buckets]  # indices in the order of `params`
+        # So far an index counts from the last parameter. Now it counts from the first.
+        buckets = [[last - i for i in bucket] for bucket in buckets]
         return buckets[::-1], sizes[::-1]
     return assign
 
@@ -258,6 +265,7 @@ def fake(d, cap_mb=None, transport=None):
         transport: the class by which stage 4 is to send; None: stage 4 chooses.
     """
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
+    # Stage 4 calls transport_for(group, …) to make the object by which it sends.
     transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
     patches = [
         mock.patch.object(catalogue, "optimizer_class", core_class),
@@ -297,8 +305,9 @@ def cost_of(config, dtype, batch_size, sequence_length):
         dry_run.reset_peak()
         model(tokens, targets).backward()
         numel = sum(param.numel() for param in model.parameters())
-    # A token takes 2 FLOPs per parameter, and attention's FLOPs. Causal attention counts like full attention, as in
-    # most published figures.
+    # A token takes 2 FLOPs per parameter, and in each layer two products of attention, with 2 FLOPs for each token of
+    # the sequence and each of `width` values. Causal attention counts like full attention, as in most published
+    # figures.
     attention_flops = 4 * config.n_layers * sequence_length * config.width / config.tensor_parallel
     return Cost(dry_run.peak - bytes_before, batch_size * sequence_length * (2 * numel + attention_flops))
 
@@ -314,7 +323,7 @@ class ParameterUse(torch.autograd.Function):
         ctx.dry_run = dry_run
         dry_run.hold(cost.activations)
         dry_run.compute(cost.flops, 0)
-        return x.view_as(x)
+        return x.view_as(x)  # autograd needs another tensor than its input
 
     @staticmethod
     def backward(ctx, grad):
@@ -330,7 +339,8 @@ def stand_in(model, cost, dry_run):
     whole model's. Each parameter has a share of it in proportion to its size.
     """
     parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
-    total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
+    # The sum counts a tied parameter, which belongs to two modules, twice.
+    total = sum(param.numel() for _, params in parts for param in params)
 
     def forward():
         x = torch.zeros((), requires_grad=True)
@@ -345,7 +355,13 @@ def stand_in(model, cost, dry_run):
 
 
 def record(row_id, config, d, cost=Cost(), transport=None):
-    """Run two steps of a row dry on rank 0 of d. Returns the second step as a Recorded. `transport`: see `fake`."""
+    """Run two steps of a row dry on rank 0 of d. Returns the second step as a Recorded.
+
+    Args:
+        config: sizes of the model.
+        cost: of the whole model; by default computing takes no FLOPs and no memory.
+        transport: see `fake`.
+    """
     configuration = catalogue.find(*row_id)
     with fake(d, row_id.bucket_mb, transport), DryRun() as dry_run:
         model = models.model_of(config, configuration.dtype)
@@ -414,16 +430,17 @@ STATES = [
 def model_state(model):
     """Make the table of bytes per parameter that stages 3 and 4 hold after a step. Stage 4 sends as it does on gloo."""
     def bytes_per_param(state, d):
+        """Return what rank 0 of d holds. Where padding adds more than 1 %, the formula stands below it."""
         step = record(RowId(state.row), MODELS[model], d, transport=Exchange)
         by_formula = step.theory / step.numel
         is_padded = abs(step.bytes_per_param - by_formula) > 0.01 * by_formula
+        # A cell of two lines: what was counted, and below, in brackets, the formula.
         return Marked(step.bytes_per_param, f"\n({by_formula:.2f})") if is_padded else step.bytes_per_param
+    columns = {"name": name_column("name", "parameters/gradients"), "formula": column("formula", "formula", form=TEXT)}
+    for d in STATE_RANKS:
+        columns[f"{d}"] = column(f"d = {d}", functools.partial(bytes_per_param, d=d), "counted", ".2f")
     return sheet_of(
-        "Model state, bytes a parameter, by number of ranks", STATES, {
-            "name": name_column("name", "parameters/gradients"),
-            "formula": column("formula", "formula", form=TEXT),
-            **{f"{d}": column(f"d = {d}", functools.partial(bytes_per_param, d=d), "counted", ".2f")
-               for d in STATE_RANKS}},
+        "Model state, bytes a parameter, by number of ranks", STATES, columns,
         ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
 
 
