@@ -2,8 +2,9 @@
 
 A row is a way to train, with a name. harness/training/rows.py, here the catalogue, lists all rows. Of each row it has a
 Configuration: how to build the training, and by formula what a rank sends and holds. A RowId is the name of a row, and
-maybe a size of bucket, the unit in which DDP and stage 4 (stage4_overlap/) send gradients. The row "ddp" is the
-reference: another row's time is divided by ddp's time. examine.py has the functions that measure a row on a rank.
+maybe a size of bucket, the unit in which DDP and stage 4 (stage4_overlap/) send gradients. A row's parameters must
+agree with those of its reference: the row "ddp", or replicated training with fp32 copies where parameters have 16 bits.
+And every row's time is divided by ddp's time. examine.py has the functions that measure a row on a rank.
 
 A round times a few steps of each row. To compare two rows, `over` and `ratio` divide their times in each round, and
 then take the median of the quotients. The drain is the wait, after a row's last step, for what is still in flight.
@@ -123,6 +124,7 @@ def rounds_in_words(settings):
 
 def say(text):
     """Write what is measured now, `text`, over the last line of the terminal."""
+    # \r goes to the start of the line, and 60 characters cover a longer text from before.
     print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
 
 
@@ -135,8 +137,7 @@ def measure_rows(workers, settings, row_ids, recorded=()):
     conditions = on_rank_0(workers, examine.describe, settings)
     rows = [checked_row(workers, settings, row_id) for row_id in row_ids]
     for number in range(settings.rounds):
-        # Each round begins with another row.
-        first = number % len(rows)
+        first = number % len(rows)  # each round begins with another row
         for row in rows[first:] + rows[:first]:
             say(f"round {number + 1}: {row.row_id.name}")
             times = row.run(workers, examine.time_steps, settings)

@@ -3,8 +3,8 @@
 two_hosts.py measures the rows and calls this file. A row is a way to train, listed in harness/training/rows.py, which
 is the catalogue here. A RowId is a row's name, `base`, and maybe a size of bucket; a bucket is the unit in which DDP
 and stage 4 (stage4_overlap/, the row OVERLAP) send gradients. every_row.py has Row, one row's measurements, and Rows,
-all of them: `find` returns the Row of a name, `timed` returns it only if it has times, `over` divides a Row's times by
-another Row's, round by round, and returns the median of the quotients.
+all of them, here `measured` or `sweep`: `find` returns the Row of a name, `timed` returns it only if it has times,
+`over` divides a Row's times by another Row's, round by round, and returns the median of the quotients.
 
     floor      the least time that a step can take: computing alone, or sending the row's bytes if that takes longer
     curve      time of a step over that of computing alone, for links of several rates; each link is a measurement
@@ -92,7 +92,7 @@ def stage4_over(measured, row):
 
 
 def link_sheet(measured, link):
-    """Make the table of a link: each row's time, how often that is the floor, and stage 4's time over the row's."""
+    """Make the table of a link: each row's time, that time divided by the floor, and stage 4's time divided by it."""
     return sheet_of(
         f"A link of {link.words}, {rounds_in_words(measured.settings)}", measured.rows, {
             "name": name_column(lambda row: row.row_id.label),
@@ -124,7 +124,7 @@ def ladder_sheet(measured, tuned):
         "time": column("time ÷ DDP's", time, form=".2f")})
 
 
-# -------------------------------------------------------------------------------------------------- One link to another
+# ------------------------------------------------------------------------------------------------------------ The curve
 
 
 # Name in the curve's table and picture -> name of the row, TUNED or FLOOR. In order, from the slowest to the fastest.
@@ -136,12 +136,12 @@ CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, g
 def over_computing(measured, link, tuned):
     """Return {name in CURVES: its time divided by that of computing alone; None where there is no time}.
 
-    The caller has made sure that computing alone was timed, and that stage 4 was examined.
+    Computing alone must have been timed, and stage 4 examined.
     """
     compute_only = measured.timed(COMPUTE_ONLY)
 
     def over_compute_only(row_name):
-        if row_name == FLOOR:  # of stage 4; at least the time of computing alone
+        if row_name == FLOOR:  # stage 4's floor: 1, or more if sending takes longer than computing alone
             return max(1.0, link.ms(measured.find(OVERLAP)) / compute_only.median_ms)
         row = tuned if row_name == TUNED else measured.timed(row_name)
         return row.over(compute_only) if row else None
