@@ -79,6 +79,8 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 FIRST_ROWS = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, FSDP2_RESHARD, REPLICATED,
                                        NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, "owner reduce")]
 LAST_ROWS = [RowId(name) for name in (*HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16)]
+# Measured if --rows doesn't say otherwise. Of "owner reduce" there are two rows: with its default buckets, and of 2
+# MiB.
 ROWS = [*FIRST_ROWS, RowId("owner reduce", 2), *LAST_ROWS]
 # The rows of results/curve.svg, which --rows curve measures.
 CURVE = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, REPLICATED, ALL_GATHER, GRAD_BUFFER, OVERLAP, FSDP2)]
@@ -112,7 +114,8 @@ def link_of(rate):
     return Link(rate, bits_per_second)
 
 
-# -------------------------------------------------- Two network namespaces of Linux, and a link between them of a rate
+# --------------------------------------- Two network namespaces of Linux, and between them a link that has the asked
+# rate
 
 
 NETWORK = "10.99.0.0/24"  # inside the namespaces: no other program sees these addresses
@@ -132,7 +135,7 @@ class Hosts:
         self.rate = rate  # as tc writes it
         self.ranks_per_host = ranks_per_host
         self.names = [f"dopt-{os.getpid()}-{host}" for host in "ab"]  # of the namespaces, for `ip netns`
-        # Of the two ends of the link. Linux allows at most 15 characters.
+        # Names of the two devices, the ends of the link. Linux allows at most 15 characters.
         self.links = [f"dopt{os.getpid()}{host}" for host in "ab"]
 
     def __enter__(self):
@@ -141,14 +144,14 @@ class Hosts:
                 run("ip", "netns", "add", name)
             run("ip", "link", "add", self.links[0], "netns", self.names[0], "type", "veth",
                 "peer", "name", self.links[1], "netns", self.names[1])
-            for name, link, address in zip(self.names, self.links, ADDRESSES):
-                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+            for name, device, address in zip(self.names, self.links, ADDRESSES):
+                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
                 run("ip", "-n", name, "link", "set", "lo", "up")
-                run("ip", "-n", name, "link", "set", link, "up")
-                run("ip", "-n", name, "route", "change", NETWORK, "dev", link, "congctl", TCP)
+                run("ip", "-n", name, "link", "set", device, "up")
+                run("ip", "-n", name, "route", "change", NETWORK, "dev", device, "congctl", TCP)
                 # A token bucket filter (tbf) limits the rate at which this end sends. A megabyte may be sent at once. A
                 # packet that would wait longer than 50 ms is dropped.
-                run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate,
+                run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", "rate", self.rate,
                     "burst", "1mb", "latency", "50ms")
         except BaseException:  # also Ctrl-C
             self.__exit__()
@@ -174,7 +177,7 @@ class Hosts:
         """
         host = rank // self.ranks_per_host
         with open(Path("/run/netns", self.names[host])) as namespace:
-            # C's setns(), which Python 3.10 doesn't have. It returns 0, or -1 on an error.
+            # C's setns(), because Python has it only from 3.12 on. It returns 0, or -1 on an error.
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"setns {self.names[host]}")
         cores = sorted(os.sched_getaffinity(0))[host::2]
@@ -211,15 +214,15 @@ def measure(args):
     link = link_of(args.rate)
     is_curve = args.rows == "curve"
     sweep = None  # the Rows of a sweep
-    tuned = []  # RowIds of TUNED with the size of bucket that the sweep has chosen
+    tuned_ids = []  # RowIds of TUNED with the size of bucket that the sweep has chosen
     # A rank that starts calls hosts.enter with its number.
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, TIMEOUT_S, LIMIT_S, hosts.enter) as workers:
         if args.sweep:
             short_settings = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
             sweep = every_row.measure_rows(workers, short_settings, SWEPT_FOR_CURVE if is_curve else SWEPT)
-            tuned = tuned_row_ids(sweep)
-        row_ids = rows_to_measure(args, tuned)
+            tuned_ids = tuned_row_ids(sweep)
+        row_ids = rows_to_measure(args, tuned_ids)
         measured = every_row.measure_rows(workers, settings, row_ids, recorded=() if args.rows else RECORDED)
         n_cores = on_rank_0(workers, count_cores)  # of one host
     return measured, report_of(measured, link, sweep, n_cores)
@@ -243,8 +246,8 @@ def tuned_row_ids(sweep):
     return [RowId(base, size) for base in TUNED]
 
 
-def rows_to_measure(args, tuned):
-    """Return the RowIds that --rows asks for. Behind a row of `tuned` stands the row once more, with the tuned size."""
+def rows_to_measure(args, tuned_ids):
+    """Return the RowIds that --rows asks for. Behind a row stands its RowId in `tuned_ids`, if there is one."""
     if args.rows == "curve":
         asked = CURVE
     elif args.rows:
@@ -255,7 +258,7 @@ def rows_to_measure(args, tuned):
     with_tuned = []
     for row_id in asked:
         with_tuned.append(row_id)
-        with_tuned += [tuned_id for tuned_id in tuned if tuned_id.base == row_id.name]
+        with_tuned += [tuned_id for tuned_id in tuned_ids if tuned_id.base == row_id.name]
     return with_tuned
 
 
@@ -266,7 +269,7 @@ def report_of(measured, link, sweep, n_cores):
         sheets["buckets"] = links.buckets_sheet(sweep, link)
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)
-    tuned = links.tuned_ddp(measured, sweep)  # DDP's faster Row, or None
+    tuned = links.tuned_ddp(measured, sweep)  # DDP's faster Row; None if nobody has swept
     stage4 = measured.timed(OVERLAP)
     if stage4 and measured.timed(COMPUTE_ONLY) and measured.timed(ALL_GATHER):
         sheets["curve"] = links.curve_sheet(measured, link, tuned)
