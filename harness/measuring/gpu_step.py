@@ -8,16 +8,17 @@ result wait for that stream. So one GPU shows the steps of 8 GPUs. One differenc
 some multiprocessors, and some of the memory's rate, from other kernels. Without a GPU the program prints one line.
 """
 # The words of this file:
-#   row       a way to train; harness/training/rows.py, the catalogue, lists all of them
-#   build     a function of a model and AdamW's arguments, which returns a Training
-#   Training  an object with a model, an optimizer, and the parts of a step as methods
-#   stage     an optimizer of this project, in a folder stage*/
-#   host      the CPU side of a rank
-#   stream    a queue of kernels on the GPU
-#   _sleep    torch.cuda._sleep(cycles) starts a kernel that only counts cycles of the GPU's clock
-#   span      a pair (start, end). `union` merges spans that overlap, `overlap` returns what two lists of spans have in
-#             common, `length` adds up their seconds
-#   exposed   said of the time in which a message is in flight and no kernel computes
+#   row        a way to train; harness/training/rows.py, the catalogue, lists all of them
+#   build      a function of a model and AdamW's arguments, which returns a Training
+#   Training   an object with a model, an optimizer, and the parts of a step as methods
+#   stage      an optimizer of this project, in a folder stage*/
+#   host       the CPU side of a rank
+#   stream     a queue of kernels on the GPU
+#   _sleep     torch.cuda._sleep(cycles) starts a kernel that only counts cycles of the GPU's clock
+#   span       a pair (start, end). `union` merges spans that overlap, `overlap` returns what two lists of spans have in
+#              common, `length` adds up their seconds
+#   Recording  phases, spans of computing and messages of several steps; `recorded_step` returns one of these steps
+#   exposed    said of the time in which a message is in flight and no kernel computes
 
 import functools
 import itertools
@@ -115,7 +116,7 @@ class Link:
         return collective
 
     def all_reduce_of_ddp(self, _, bucket):
-        """Stand in for DDP's communication hook, which DDP calls with each bucket of gradients. Returns a Future."""
+        """Stand in for DDP's communication hook, which DDP calls with (None, bucket of gradients). Returns a Future."""
         bucket.buffer().div_(D)
         self.carry("all_reduce", bucket.buffer().nbytes)
         with torch.cuda.stream(self.stream):
@@ -153,6 +154,7 @@ def builds(link):
         catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
         catalogue.GRAD_BUFFER: catalogue.stage(STAGE_3),
         "stage 4 overlap, no prefetch": catalogue.stage(STAGE_4),
+        # With `prefetch` the gathered parameters arrive during the next forward pass.
         catalogue.OVERLAP: catalogue.stage(STAGE_4, prefetch=True),
     }
 
@@ -226,7 +228,7 @@ def shown_step(kernels, carried):
     phases, or messages on the played link. `carried`: the (kind, bytes) of these messages, in the same order.
     """
     first_ns = min(start_ns for _, start_ns, _ in kernels)
-    spins = []
+    spins = []  # spans of marks and messages
     busy = []  # spans of kernels that compute
     for name, start_ns, end_ns in kernels:
         span = (start_ns - first_ns) / 1e9, (end_ns - first_ns) / 1e9
@@ -239,6 +241,7 @@ def shown_step(kernels, carried):
     # A phase ends where the next phase begins. The last phase has no end, so it is left out; it isn't in SHOWN_STEP.
     phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))
     sent = [(start, end) for start, end in spins if end - start >= MARK_S]
+    # The link carries messages in the order in which they were launched.
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
     step = recorded_step(Recording(phases, union(busy), messages), SHOWN_STEP)
     # Spans are made longer by GAP_S, so that those with a short gap between them overlap, and shorter again once
@@ -264,6 +267,7 @@ def overlap_sheet(rows):
 
     def exposed_ms(row):
         return 1000 * row.median_step.exposed_seconds
+    # Key of the column -> column.
     phases = {name: column(name, functools.partial(phase_ms, number=number), "measured", ".1f")
               for number, name in enumerate(PHASES)}
     return sheet_of(

@@ -121,7 +121,8 @@ def params_by_step(rank, method):
     batches_of_leaves = [
         corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
         for leaf in range(first_leaf, first_leaf + n_own_leaves)]
-    # The gradient of a step is the mean over the leaves. same_bits divides the sum itself.
+    # The gradient of a step is to be the mean over all leaves. DDP and stage 4 divide only by the number of ranks.
+    # same_bits divides by the number of leaves.
     divisor = 1 if method == SAME_BITS else n_own_leaves
     params_after = []
     for step in range(BY_RANKS.steps):

@@ -4,6 +4,8 @@
 #   RowId    the name of a row, and maybe the size of a bucket
 #   bucket   the unit in which DDP, stage 4 and the hybrid, a variant of stage 4, send gradients
 #   stage    an optimizer of this project, in a folder stage*/
+#   device   a GPU, with a rank; a rank is a process that trains
+#   Report   what is saved and shown: tables, and figures for a page
 #   dry run  alone.py trains a row as one rank of many, on tensors without memory: it counts the bytes that the rank
 #            holds, and lists what the rank does
 #   replay   replay.py models how long the listed events take on given machines
@@ -72,7 +74,7 @@ def hardware_of(args):
     """Return the Hardware that the options ask for, with the FLOP/s that computing reaches."""
     hardware = DEVICES[args.device]
     flops = hardware.flops * EFFICIENCY
-    if args.dtype == "fp32":  # TF32 has half the rate of 16 bits
+    if args.dtype == "fp32":  # matrix products are then assumed to be in TF32, at half the rate of 16 bits
         flops /= 2
     return hardware._replace(flops=flops, sharing=args.tensor_parallel)
 
@@ -89,7 +91,7 @@ def default_bucket_mb(d, dtype):
 
 
 def make_report(args, config, workers):
-    """Count and model all rows. Returns a Report, the tables that are saved and shown.
+    """Count and model all rows. Returns a Report.
 
     `workers`: a pool of processes, in which the dry runs run. `config`: the sizes of the model.
     """

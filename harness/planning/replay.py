@@ -5,8 +5,14 @@ what the rank does as Events. An Event says that the rank computes, launches a c
 a Player plays the events with the speed of given Hardware. The lower half of the file compares the model with runs that
 others have published.
 
-A micro-batch is what one forward and one backward pass train on; several may make up a step. A message is what a
-collective sends. Stages 3 and 4 are optimizers of this project, in folders stage*/.
+    device               a GPU, with a rank
+    node                 a machine with several devices
+    hop                  the way of a message from one device to the next
+    message              what a collective sends
+    data-parallel group  ranks that have the same part of a model and train on different data
+    tensor parallelism   several devices share each layer of the model; each has a part of it
+    micro-batch          what one forward and one backward pass train on; several may make up a step
+    stages 3 and 4       optimizers of this project, in the folders stage3_gradbuffer/ and stage4_overlap/
 """
 
 import bisect
@@ -27,7 +33,7 @@ REPLAYED_STEPS = 3
 
 class Hardware(NamedTuple):
     """A cluster with NCCL, on which steps are replayed. Rates are per second, latencies in seconds."""
-    flops: float  # floating-point operations that a device reaches in matrix products
+    flops: float  # floating-point operations that a device does in matrix products
     memory_rate: float  # bytes that a device reads or writes in its own memory
     in_node: float  # bytes from one device to the next device of the same node
     between: float  # bytes over all links from a node to other nodes together
@@ -96,9 +102,9 @@ class Player:
         else:
             # `lag` is 1 if the message was launched in the step before. Step 0 has none, and doesn't wait.
             arrives_at = self.arrives_at.get((step - event.lag, event.index), 0.0)
-            waits = max(0.0, arrives_at - self.clock)
-            self.waited += waits
-            self.clock += waits
+            wait_seconds = max(0.0, arrives_at - self.clock)
+            self.waited += wait_seconds
+            self.clock += wait_seconds
 
     def launch(self, event, step):
         """Queue the message of a "launch" event on the link. Only a send or recv leaves one direction of it free."""
@@ -190,7 +196,7 @@ def events_of(optimizer, d, batch):
 
 
 def modelled_tokens_per_s(run, hardware):
-    """Model the tokens per second and GPU of a published run.
+    """Model the tokens per second and GPU of a published run on `hardware`.
 
     The overlapped optimizer exchanges gradients after each micro-batch, the distributed optimizer once per step.
     """
