@@ -62,7 +62,10 @@ def adamw(settings):
 
 
 def make_model(settings, rank, dtype, starts_apart=False):
-    """Make a model. Every rank gets the same weights; with `starts_apart` each rank gets other weights."""
+    """Make a model. Every rank gets the same weights; with `starts_apart` each rank gets other weights.
+
+    A row that starts apart is right only if its constructor gives all ranks the weights of rank 0.
+    """
     seed = settings.seed + rank.number if starts_apart else settings.seed
     torch.manual_seed(seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))

@@ -50,7 +50,7 @@ from harness.ranks.meeting import rank_0_of
 from harness.ranks.workers import Workers, on_rank_0
 from harness.training import rows as catalogue
 
-WARMUP_STEPS = 5
+WARMUP_STEPS = 5  # of each method and each row, before the steps that are timed
 
 # -------------------------------------------------------------------------------------------------------- Small models
 
@@ -60,7 +60,7 @@ BATCH_SIZE = 32
 ROUNDS = 5  # in each round every method is timed once
 STEPS = 40  # of each method that are timed in a round
 DDP = "DDP"
-# Name -> build.
+# Name -> build. With `prefetch`, stage 4's gathered parameters arrive during the next forward pass.
 METHODS = {DDP: catalogue.ddp, "stage 3": catalogue.stage(STAGE_3), "stage 4": catalogue.stage(STAGE_4, prefetch=True)}
 
 
@@ -120,16 +120,15 @@ def small_sheet(ms_of):
 
 
 N_TENSORS = 340
-SIDE = 16  # rows and columns of each matrix
+SIDE = 16  # each matrix is SIDE x SIDE
 BLOCK = 20  # matrices in a block; FSDP2 gathers and frees the parameters of a block together
 N_PLAYED_RANKS = 8
-HOST_STEPS = 60  # of each row
+HOST_STEPS = 60  # of each row that are timed
 PLAIN = "plain AdamW"
 ADAMW = {"lr": 1e-3, "fused": True}
 # Name -> build. `is_alone`: DDP gets a gloo group of this process alone, because DDP can't work with ranks whose
-# messages go nowhere. "core": a stage without its guard, the code that refuses wrong use. `prefetch`: gathered
-# parameters arrive during the next forward pass. `bucket_cap_mb`: the size of a bucket, in which stage 4 sends
-# gradients, in MiB.
+# messages go nowhere. "core": a stage without its guard, the code that refuses wrong use. `bucket_cap_mb`: the size of
+# a bucket, in which stage 4 sends gradients, in MiB.
 ROWS = {
     PLAIN: catalogue.compute_only,
     catalogue.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
@@ -170,6 +169,7 @@ class StepTimes(NamedTuple):
 
     @property
     def whole(self):
+        """Return the seconds of the whole step."""
         return sum(self)
 
 

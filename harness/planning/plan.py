@@ -153,15 +153,15 @@ def memory_sheet(args, rows, buckets, activations):
 def time_sheet(args, rows, buckets, hardware):
     """Make the table of the time of a step. `buckets`: the size of buckets in words."""
     n_devices = args.world * args.tensor_parallel
-    tokens = args.batch_size * args.sequence_length / args.tensor_parallel  # of a step, for each device
+    tokens = args.batch_size * args.sequence_length / args.tensor_parallel  # in a step, for each device
     return sheet_of(
         f"A step of {args.model} on {n_devices} x {args.device}, {buckets}", rows, {
             "name": name_column(),
             "ms": column("ms\na step", lambda row: row.step.seconds, "modelled", ",.0f", unit=1e-3),
             "exposed": column("exposed\nms", lambda row: row.step.exposed_seconds, "modelled", ",.0f", unit=1e-3),
             "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
-            # A heading of two columns says "1 of 8: once, each": ms of one of eight micro-batches, in both ways to
-            # exchange.
+            # The next two columns share a heading, "1 of 8: once, each": ms of one of eight micro-batches, if gradients
+            # are exchanged once in a step, and if they are exchanged after each micro-batch.
             "once": column(f"1 of {MICRO_BATCHES}:\nonce", lambda row: row.once.seconds / MICRO_BATCHES, "modelled",
                            ",.0f", unit=1e-3),
             "each": column("\neach", lambda row: row.each.seconds / MICRO_BATCHES, "modelled", ",.0f", unit=1e-3),

@@ -61,7 +61,7 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
         return 0.0
     n_groups = hardware.sharing * stride  # groups whose ranks are neighbours, and which share the links
     ranks_in_node = max(1, hardware.per_node // n_groups)  # number of this group's ranks in a node
-    hops_between = math.ceil(d / ranks_in_node) - 1
+    hops_between = math.ceil(d / ranks_in_node) - 1  # from node to node
     rate = hardware.in_node
     if hops_between:
         groups_on_link = min(n_groups, hardware.per_node)  # at most one for each device of the node
@@ -176,6 +176,7 @@ class ModelledRun(NamedTuple):
 
     @property
     def error(self):
+        """Return by which part of the published number the modelled number is larger."""
         return self.tokens_per_s / self.run.tokens_per_s - 1
 
 
@@ -190,7 +191,7 @@ def events_of(optimizer, d, batch):
     cost = alone.cost_of(config, "bfloat16", batch, LENGTH)
     if optimizer == "distributed":
         return alone.record(RowId("stage 3 bf16/fp32"), config, d, cost).events
-    # In buckets of 400 MiB.
+    # In buckets of 400 MiB. Only reduce-scatters send gradients.
     events = alone.record(RowId(STAGE_4_BF16, 400), config, d, cost).events
     return [event._replace(n_bytes=2 * event.n_bytes) if event.kind == "reduce_scatter" else event for event in events]
 
