@@ -32,7 +32,8 @@ from harness.ranks.exchange import in_place_of_gloos
 from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
-WARMUP_STEPS = 2  # DDP makes its buckets anew in step 2, and after step 2 everything is allocated
+# Steps of a row are counted from 1. DDP makes its buckets anew in step 2, and after step 2 everything is allocated.
+WARMUP_STEPS = 2
 # Step 2 is the first that begins with gathered parameters and with moments of AdamW that aren't zero. In step 3 a
 # Ledger counts.
 CHECKED_STEPS = 3
@@ -172,7 +173,7 @@ def examine(rank, settings, row_id):
 def count_memory(rank, settings, configuration, batches):
     """Build a row and train two steps. Returns (Training, {phase: bytes in memory}, bytes held after the second step).
 
-    The phases are:
+    These phases are other moments than the phases of a recorded step below:
         model, optimizer: after the model was built; after the optimizer was built
         backward, step: after the backward pass of step 1; after step 1, which makes the optimizer's state
         peak: the most at any moment of the build and of both steps
@@ -326,7 +327,7 @@ def record(rank, settings, row_id):
     training.finish()
     dist.barrier()
     with Recorder() as recorder:
-        for number in range(RECORDED_STEPS):
+        for number in range(RECORDED_STEPS):  # steps 0, 1, …, on the few batches by turns
             with recorder.phase("forward"):
                 loss = training.forward(*batches[number % len(batches)])
             with recorder.phase("backward"):
@@ -381,6 +382,7 @@ def recorded_step(recording, number):
         return round(moment - start, 6)
 
     phases = recording.phases[3 * number : 3 * number + 3]  # a step has three
+    # Exposed are the seconds in which a message is in flight, less those of them in which the rank computes.
     return RecordedStep(
         exposed_seconds=round(length(in_flight) - length(overlap(in_flight, busy)), 6),
         seconds=since_start(end),
