@@ -108,7 +108,7 @@ class Rows:
         return 1 if self.failures() else 0
 
     def words(self, hosts=""):
-        """Say in words which ranks, model, batch and rounds were measured. `hosts`: words behind those of the ranks."""
+        """Say in words which ranks, model, batch and rounds were measured. `hosts`: words behind the ranks."""
         settings = self.settings
         dtypes = " and ".join(dict.fromkeys(row.configuration.dtype for row in self.rows))
         return " · ".join([
@@ -211,7 +211,7 @@ def beside_formula(name, mark, unit=1):
 
 
 def noise_of(measured):
-    """Return for each round the time of the row "ddp again" divided by that of "ddp"; [] if one of them has no times.
+    """Return for each round the time of the row "ddp again" divided by ddp's time; [] if a time is missing.
 
     Both rows train in the same way, so the quotients say how much a time varies by chance.
     """
@@ -278,7 +278,7 @@ def phases_sheet(measured):
 
 
 def times_sheet(measured):
-    """Make the table of times. A variant's time is divided by that of its base; any other row's time is in ms.
+    """Make the table of times. A variant's time is divided by its base's time; any other row's time is in ms.
 
     A variant is a row of a file of variants/. Its base is the row whose work it does in another way.
     """

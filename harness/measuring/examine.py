@@ -277,8 +277,8 @@ def clip(training, max_norm):
 # ---------------------------------------------- What is in a step: when does a rank compute, when do messages travel?
 
 
-# A span is a pair (start, end) of moments. Where a list of spans is given, `union` merges those that overlap, `overlap`
-# returns what two lists have in common, and `length` adds up the seconds. Communication is exposed in the spans in
+# A span is a pair (start, end) of moments. `union` merges spans that overlap, `overlap` returns what two lists of spans
+# have in common, and `length` adds up the seconds of spans. Communication is exposed in the spans in
 # which a message is in flight and the rank doesn't compute.
 
 GAP_S = 0.0005  # between two operators Python needs less time, and a wait for another rank takes more
@@ -382,7 +382,7 @@ def recorded_step(recording, number):
         return round(moment - start, 6)
 
     phases = recording.phases[3 * number : 3 * number + 3]  # a step has three
-    # Exposed are the seconds in which a message is in flight, less those of them in which the rank computes.
+    # From the seconds in which a message is in flight, the seconds in which the rank computes meanwhile are subtracted.
     return RecordedStep(
         exposed_seconds=round(length(in_flight) - length(overlap(in_flight, busy)), 6),
         seconds=since_start(end),

@@ -244,8 +244,8 @@ def shown_step(kernels, carried):
     # The link carries messages in the order in which they were launched.
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
     step = recorded_step(Recording(phases, union(busy), messages), SHOWN_STEP)
-    # Spans are made longer by GAP_S, so that those with a short gap between them overlap, and shorter again once
-    # merged.
+    # Each span is made longer by GAP_S. Then two spans with a short gap between them overlap, and are merged. A merged
+    # span is made shorter again.
     with_gaps_closed = union((start, end + GAP_S) for start, end in step.busy)
     return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed])
 

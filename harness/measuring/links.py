@@ -134,7 +134,7 @@ CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, g
 
 
 def over_computing(measured, link, tuned):
-    """Return {name in CURVES: its time divided by that of computing alone; None where there is no time}.
+    """Return {name in CURVES: the row's time divided by the time of computing alone; None where a time is missing}.
 
     Computing alone must have been timed, and stage 4 examined.
     """

@@ -101,8 +101,8 @@ def loss_sheet(losses):
 
 # A leaf is a micro-batch. A step has LEAVES leaves on all ranks together, so any number of RANKS trains on the same
 # data. A sum of gradients in another order has other rounding errors. variants/same_bits.py adds the gradients of the
-# leaves in one order on any number of ranks, so its parameters should be the same to the bit; those of DDP and stage 4
-# differ.
+# leaves in one order on any number of ranks, so its parameters should be the same to the bit. The parameters of DDP
+# and stage 4 differ.
 LEAVES = 8
 RANKS = 1, 2, 4, 8
 MAX_NORM = 1.0  # gradients are clipped to this norm

@@ -391,7 +391,7 @@ def record(row_id, config, d, cost=Cost(), transport=None):
 
 
 def held_by(memory, training):
-    """Return {kind of memory: bytes} after a step. What is of no other kind counts as "buffers", those of buckets."""
+    """Return {kind of memory: bytes} after a step. What is of no other kind counts as "buffers" of buckets."""
     params = list(training.model.parameters())
     inner = getattr(training.optimizer, "optimizer", training.optimizer)  # the AdamW inside a stage, or AdamW itself
     # What AdamW updates: main parameters, or where an optimizer has none, the parameters.
