@@ -110,6 +110,7 @@ class Rows:
     def words(self, hosts=""):
         """Say in words which ranks, model, batch and rounds were measured. `hosts`: words behind the ranks."""
         settings = self.settings
+        # Each dtype once.
         dtypes = " and ".join(dict.fromkeys(row.configuration.dtype for row in self.rows))
         return " · ".join([
             f"{self.conditions.ranks}{hosts}",

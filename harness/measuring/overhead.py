@@ -154,7 +154,8 @@ class Chain(nn.Module):
         super().__init__()
         matrices = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(N_TENSORS)]
         starts = range(0, N_TENSORS, BLOCK)
-        self.blocks = nn.Sequential(*(nn.Sequential(*matrices[start : start + BLOCK]) for start in starts))
+        blocks = [nn.Sequential(*matrices[start : start + BLOCK]) for start in starts]
+        self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x, targets):
         return self.blocks(x).sum()

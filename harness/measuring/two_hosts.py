@@ -108,7 +108,7 @@ def parse():
 def link_of(rate):
     """Parse a rate such as "300mbit". Returns a Link. A wrong rate ends the program."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    bits_per_second = float(match[1]) * UNITS[match[2]] if match else 0
+    bits_per_second = float(match[1]) * UNITS[match[2]] if match else 0  # 0: no rate, which is refused
     if not 1e3 <= bits_per_second <= 1e12:
         fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
     return Link(rate, bits_per_second)

@@ -99,7 +99,7 @@ def make_report(args, config, workers):
     cost = workers.submit(alone.cost_of, config, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
     hardware = hardware_of(args)
     bucket_mb = args.bucket_cap_mb or default_bucket_mb(args.world, args.dtype)
-    row_ids = [RowId(name, bucket_mb) if name in BUCKETED else RowId(name) for name in ROWS[args.dtype]]
+    row_ids = [RowId(name, bucket_mb if name in BUCKETED else None) for name in ROWS[args.dtype]]
     run_dry = functools.partial(alone.record, config=config, d=args.world, cost=cost)
     rows = []
     for row_id, counted in zip(row_ids, workers.map(run_dry, row_ids)):
@@ -108,10 +108,10 @@ def make_report(args, config, workers):
         each = replay(counted.events, hardware, MICRO_BATCHES, exchange_each=True)
         rows.append(PlanRow(row_id.base, counted, step, once, each))
     buckets = f"buckets of {bucket_mb:g} MiB"
+    # In how many rows the peak fits into a device's memory, which a page says in a sentence.
     n_fitting = sum(row.counted.peak <= DEVICE_BYTES for row in rows)
     sheets = {"memory": memory_sheet(args, rows, buckets, cost.activations),
               "time": time_sheet(args, rows, buckets, hardware)}
-    # A page says in a sentence how many rows fit into a device.
     return Report(made_here(), sheets, figures={"fitting": f"{n_fitting}"})
 
 
@@ -201,7 +201,8 @@ def can_share_layers(config, n_ranks):
 
 def main():
     args, config = parse()
-    # Each process begins with gc.disable(): garbage collection would take a fifth of the time of a dry run.
+    # Each process of the pool begins with gc.disable(), because garbage collection would take a fifth of the time of a
+    # dry run.
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
         report = make_report(args, config, workers)
         if args.check:

@@ -81,6 +81,10 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
     return latency + passing_bytes / rate
 
 
+# Kind of message -> directions of the link that it takes; all other kinds take both.
+DIRECTIONS = {"send": ["out"], "recv": ["in"]}
+
+
 class Player:
     """Plays events of rank 0 on two clocks: the device's, and the link's, on which messages queue. Times in seconds."""
 
@@ -107,8 +111,8 @@ class Player:
             self.clock += wait_seconds
 
     def launch(self, event, step):
-        """Queue the message of a "launch" event on the link. Only a send or recv leaves one direction of it free."""
-        directions = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
+        """Queue the message of a "launch" event on the link: it leaves when all its directions are free."""
+        directions = DIRECTIONS.get(event.kind, ["out", "in"])
         leaves_at = max(self.clock, *(self.link_free_at[direction] for direction in directions))
         seconds = message_seconds(event.kind, event.n_bytes, event.group_size, self.hardware, event.stride)
         self.link_free_at.update(dict.fromkeys(directions, leaves_at + seconds))
