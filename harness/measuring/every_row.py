@@ -1,4 +1,17 @@
-"""Measures rows, from the process that started the ranks: checks and counts each row, then times all rows in turn."""
+"""Measures rows, from the process that started the ranks: checks and counts each row, then times all rows in turn.
+
+A row is a way to train, with a name. harness/training/rows.py, here the catalogue, lists all rows. Of each row it has a
+Configuration: how to build the training, and by formula what a rank sends and holds. A RowId is the name of a row, and
+maybe a size of bucket, the unit in which DDP and stage 4 (stage4_overlap/) send gradients. A row's parameters must
+agree with those of its reference: the row "ddp", or replicated training with fp32 copies where parameters have 16 bits.
+And every row's time is divided by ddp's time. examine.py has the functions that measure a row on a rank.
+
+A round times a few steps of each row. To compare two rows, `over` and `ratio` divide their times in each round, and
+then take the median of the quotients. The drain is the wait, after a row's last step, for what is still in flight.
+
+This file makes the tables of `make bench`. A Sheet is one table, whose columns are described by `column`: a title, a
+function that reads a row's cell (or the name of a row's attribute), where the numbers come from, and their format.
+"""
 
 import math
 import statistics
@@ -14,40 +27,45 @@ from harness.training.rows import RowId
 
 @dataclass
 class Row:
-    """Holds the measurements of one row. A row with an `error` has no times."""
+    """Holds the measurements of one row. `measure_rows` fills the fields. A row with an `error` has no times."""
     row_id: RowId
-    error: str | None = None
-    rounds_ms: list = field(default_factory=list)  # time of a step in each round
-    drain_ms: list = field(default_factory=list)  # drain in each round
-    examined: examine.Examined | None = None  # figures over all ranks
-    exposed_ms: float | None = None  # communication while nothing computes, in the recorded step; of the worst rank
+    error: str | None = None  # why the row is wrong, or has failed
+    rounds_ms: list = field(default_factory=list)  # for each round the time of a step
+    drain_ms: list = field(default_factory=list)  # for each round the drain
+    examined: examine.Examined | None = None  # what was counted, over all ranks; None: a rank has failed
+    # Of one recorded step; None where no step was recorded. Communication is exposed while the rank doesn't compute.
+    exposed_ms: float | None = None  # time of exposed communication, on the rank that has most
     step: object = None  # the RecordedStep of rank 0
 
     @property
     def configuration(self):
+        """Return the row's Configuration in the catalogue."""
         return catalogue.find(*self.row_id)
 
     @property
     def median_ms(self):
-        """Return the median of the rounds. Without times that is infinity, so such a row is never the fastest."""
+        """Return the median time of a step over the rounds.
+
+        Of a row without times that is infinity, so that such a row is never the fastest.
+        """
         return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
 
     def over(self, other):
-        """Return this row's time over the other row's; None if a row has no times."""
+        """Return this row's time divided by the other Row's; None if one of them has no times, or `other` is None."""
         return ratio(self.rounds_ms, other.rounds_ms) if other else None
 
     def figure(self, name):
-        """Return a field of `examined`; None if the row couldn't be examined."""
+        """Return the field `name` of `examined`; None if the row couldn't be examined."""
         return getattr(self.examined, name) if self.examined else None
 
     def memory(self, phase):
-        """Return the bytes in memory after a phase, or at the "peak"; None if the row couldn't be examined."""
+        """Return the bytes in memory after `phase` of a step, or at the "peak"; None if the row wasn't examined."""
         return self.examined.memory_bytes[phase] if self.examined else None
 
     def run(self, workers, function, settings):
-        """Run `function(rank, settings, row_id)` on every rank. Returns the results by rank; [] if the row has failed.
+        """Run `function(rank, settings, row_id)` on every rank. Returns the results by rank.
 
-        The row gets an error when a rank fails.
+        If a rank fails, the row gets an error. A row with an error runs nothing; then the result is [].
         """
         if self.error:
             return []
@@ -67,21 +85,22 @@ class Row:
 @dataclass
 class Rows:
     """Holds measured rows, with the settings and the machine of the measurement."""
-    settings: examine.Settings
-    conditions: examine.Conditions
-    world_size: int
-    rows: list
+    settings: examine.Settings  # model, batch, rounds and steps
+    conditions: examine.Conditions  # the machine, and the ranks in words
+    world_size: int  # number of ranks
+    rows: list  # of Rows
 
     def find(self, base, bucket_mb=None):
-        """Return the Row of that name and size of bucket, or None."""
+        """Return the Row whose RowId has the name `base` and that size of bucket (None: the default), or None."""
         return next((row for row in self.rows if row.row_id == (base, bucket_mb)), None)
 
     def timed(self, base, bucket_mb=None):
-        """Return the Row if it has times, or None."""
+        """Return the Row that `find` finds if it has times, or None."""
         row = self.find(base, bucket_mb)
         return row if row and row.rounds_ms else None
 
     def failures(self):
+        """Return a line for each row with an error."""
         return [f"{row.row_id.name}: {row.error}" for row in self.rows if row.error]
 
     def exit_code(self):
@@ -89,8 +108,9 @@ class Rows:
         return 1 if self.failures() else 0
 
     def words(self, hosts=""):
-        """Return ranks, model, batch and rounds in words. `hosts`: words behind the ranks."""
+        """Say in words which ranks, model, batch and rounds were measured. `hosts`: words behind the ranks."""
         settings = self.settings
+        # Each dtype once.
         dtypes = " and ".join(dict.fromkeys(row.configuration.dtype for row in self.rows))
         return " · ".join([
             f"{self.conditions.ranks}{hosts}",
@@ -99,20 +119,21 @@ class Rows:
 
 
 def rounds_in_words(settings):
-    """Say how often each row was timed."""
+    """Say in words how often each row was timed."""
     return f"{settings.rounds} round(s) of {settings.steps} steps"
 
 
 def say(text):
-    """Write `text` over the last line of the terminal: what is measured now."""
+    """Write what is measured now, `text`, over the last line of the terminal."""
+    # \r goes to the start of the line, and 60 characters cover a longer text from before.
     print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
 
 
 def measure_rows(workers, settings, row_ids, recorded=()):
-    """Measure rows of the catalogue, a list of RowIds. Returns Rows.
+    """Measure rows of the catalogue, a list of RowIds, on the ranks that `workers` has started. Returns Rows.
 
-    A row gets an `error`, and no times, if a rank fails, or if the row differs from the reference by more than the
-    tolerance. `recorded`: names of rows of which a step is recorded, after all rounds.
+    A row gets an `error`, and no times, if a rank fails, or if the row's parameters differ from those of the reference
+    by more than the tolerance. After all rounds a step is recorded of each row whose name is in `recorded`.
     """
     conditions = on_rank_0(workers, examine.describe, settings)
     rows = [checked_row(workers, settings, row_id) for row_id in row_ids]
@@ -121,8 +142,8 @@ def measure_rows(workers, settings, row_ids, recorded=()):
         for row in rows[first:] + rows[:first]:
             say(f"round {number + 1}: {row.row_id.name}")
             times = row.run(workers, examine.time_steps, settings)
-            if times:
-                step_ms, drain_ms = times[0]  # the same on every rank
+            if times:  # [] if the row has failed
+                step_ms, drain_ms = times[0]  # rank 0's; all ranks return the same
                 row.rounds_ms.append(step_ms)
                 row.drain_ms.append(drain_ms)
     for row in rows:
@@ -146,7 +167,8 @@ def checked_row(workers, settings, row_id):
     examined = over_ranks(examined_by_rank)
     configuration = row.configuration
     allowed = examine.tolerance(workers.world_size)
-    if configuration.kind == "floor":  # a floor trains on the data of one rank alone, and agrees with no other row
+    # A floor, such as "compute only", sends nothing: each rank trains on its own data, and agrees with no other row.
+    if configuration.kind == "floor":
         examined = examined._replace(difference=None)
     elif examined.difference > allowed:
         expected = "ddp" if configuration.dtype == "float32" else "replicated training with fp32 copies"
@@ -158,8 +180,8 @@ def checked_row(workers, settings, row_id):
 def over_ranks(examined_by_rank):
     """Combine the Examined of all ranks into one.
 
-    For each phase, bytes in memory are what the rank that holds most has. Bytes on the wire and bytes per parameter are
-    means over the ranks. Everything else is rank 0's.
+    The bytes in memory after a phase are those of the rank that holds most then. Bytes that are sent, and bytes per
+    parameter, are means over the ranks. Everything else is rank 0's.
     """
     memory_bytes = {}
     for phase in examined_by_rank[0].memory_bytes:
@@ -174,7 +196,10 @@ def over_ranks(examined_by_rank):
 
 
 def beside_formula(name, mark, unit=1):
-    """Return a function that reads a counted figure of a row, and marks the figure if the formula gives another."""
+    """Return a function of a row that reads the counted figure `name`, and divides it by `unit`.
+
+    If the figure differs from what the row's formula gives by more than 0.5 %, `mark` stands behind it.
+    """
     def read(row):
         counted = row.figure(name)
         if counted is None:
@@ -187,8 +212,12 @@ def beside_formula(name, mark, unit=1):
 
 
 def noise_of(measured):
-    """Return, round by round, the time of ddp's second row over the time of ddp's first row; [] without both."""
+    """Return for each round the time of the row "ddp again" divided by ddp's time; [] if a time is missing.
+
+    Both rows train in the same way, so the quotients say how much a time varies by chance.
+    """
     ddp = measured.timed(catalogue.REFERENCE)
+    # Only "ddp again" is of the kind "noise".
     ddp_again = next((row for row in measured.rows if row.configuration.kind == "noise"), None)
     if not ddp_again or not ddp:
         return []
@@ -202,6 +231,7 @@ def rows_sheet(measured):
     largest_noise = max((abs(ddp_again_over_ddp - 1) for ddp_again_over_ddp in noise), default=0)
 
     def over_ddp(row):
+        """Return the row's time divided by ddp's, with the mark ~ if a time varies so much by chance."""
         times_as_long = row.over(ddp)
         if times_as_long is None or row is ddp:
             return times_as_long
@@ -215,6 +245,7 @@ def rows_sheet(measured):
             "range": column("min–max", "rounds_ms", "measured", ".0f", shows="range"),
             "over_ddp": column("x ddp", over_ddp, "measured", ".2f"),
             "sent": column("MB sent\na rank", beside_formula("wire_bytes", "*", 1e6), "counted", ".1f"),
+            # This column has the heading of the column before: "MB sent a rank", by formula.
             "formula": column("", lambda row: row.figure("wire_bytes_theory"), "formula", ".1f", unit=1e6),
             "peak": column("peak", lambda row: row.memory("peak"), "counted", ".1f", unit=1e6),
             "bytes": column("bytes a\nparam.", beside_formula("bytes_per_param", "†"), "counted", ".2f"),
@@ -230,7 +261,8 @@ def rows_sheet(measured):
 
 
 def phases_sheet(measured):
-    """Make the table of memory after each phase."""
+    """Make the table of memory after each phase of a step: see `examine.count_memory`."""
+    # Phase -> title of its column.
     titles = {"model": "model\ninit", "optimizer": "optimizer\ninit", "backward": "forward\nbackward", "step": "step",
               "peak": "peak"}
     if measured.conditions.device == "cuda":
@@ -238,6 +270,7 @@ def phases_sheet(measured):
     rows = [row for row in measured.rows if row.configuration.kind != "noise"]
 
     def bytes_after(phase):
+        """Return a function of a row: the bytes that the rank with most held after this phase."""
         return lambda row: row.memory(phase)
     columns = {"name": name_column(lambda row: row.row_id.label)}
     for phase, title in titles.items():
@@ -246,12 +279,15 @@ def phases_sheet(measured):
 
 
 def times_sheet(measured):
-    """Make the table of times. A variant's time is divided by the time of its base; a base's time is in ms."""
+    """Make the table of times. A variant's time is divided by its base's time; any other row's time is in ms.
+
+    A variant is a row of a file of variants/. Its base is the row whose work it does in another way.
+    """
     def ms(row):
         return f"{row.median_ms:.0f} ms" if row.rounds_ms else None
 
     def time(row):
-        compared_with = row.configuration.base  # a variant's; other rows have none
+        compared_with = row.configuration.base  # the name of the base; None: this row is no variant
         if not compared_with:
             return ms(row)
         times_as_long = row.over(measured.timed(compared_with))
@@ -263,4 +299,5 @@ def times_sheet(measured):
 
 
 def has_variants(measured):
-    return any(row.configuration.base for row in measured.rows)  # only variants are compared with another row
+    """Return whether a variant was measured. Only variants have a base, with which they are compared."""
+    return any(row.configuration.base for row in measured.rows)

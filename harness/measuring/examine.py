@@ -1,6 +1,17 @@
 """Measures one row, on every rank: is the row right, what does a rank send and hold, how long is a step, what is in it?
 
-A row names a way to train (`rows.Configuration`). every_row.py puts the measurements of all rows together.
+A row is a way to train, with a name; harness/training/rows.py lists all rows, each as a Configuration, and a RowId
+names one of them. Every rank calls the functions here, and every_row.py puts the measurements of all rows together.
+
+    rank           this process, a harness.ranks.meeting.Rank: its number, its device, the number of all ranks
+    Training       what a row builds: a model and an optimizer, with the parts of a step as methods
+    reference      the training that a row must agree with: DDP, or replicated training with fp32 copies of parameters
+    formula        what a row should send and hold, as its Configuration says
+    Ledger         lists the collectives that a rank starts
+    Memory         counts the bytes that tensors take
+    drain          the wait, after the last step, for the messages that this step has left in flight
+    message        a collective, or a send or recv, in a recording
+    in_place_of_gloos    a context in which torch's functions call other collectives than gloo's, which are slow
 """
 
 import contextlib
@@ -21,27 +32,28 @@ from harness.ranks.exchange import in_place_of_gloos
 from harness.training import corpus, rows
 from harness.training.models import GPT, MODELS
 
-# Of lists of spans, each a pair (start, end), pictures has `union` and `overlap`; `length` adds up the seconds.
-
-WARMUP_STEPS = 2  # DDP rebuilds buckets in step 2; after step 2 everything is allocated
-CHECKED_STEPS = 3  # step 2 is the first to use gathered parameters and nonzero moments; step 3 is for the Ledger
+# Steps of a row are counted from 1. DDP makes its buckets anew in step 2, and after step 2 everything is allocated.
+WARMUP_STEPS = 2
+# Step 2 is the first that begins with gathered parameters and with moments of AdamW that aren't zero. In step 3 a
+# Ledger counts.
+CHECKED_STEPS = 3
 
 
 class Settings(NamedTuple):
     """Options of a measurement: how rows are trained."""
     model: str = "tiny"
     batch_size: int = 4  # sequences per rank
-    sequence_length: int = 128
-    rounds: int = 3  # in each, every row is timed once
-    steps: int = 3  # timed in a round
-    seed: int = 0
+    sequence_length: int = 128  # bytes
+    rounds: int = 3  # in each round every row is timed once
+    steps: int = 3  # of each row that are timed in a round
+    seed: int = 0  # of the model's weights and of the batches
 
 
 class Conditions(NamedTuple):
-    """The machine and the model of a measurement. `ranks`: backend, ranks and threads in words."""
-    made: Made
-    ranks: str
-    device: str
+    """The machine and the model of a measurement."""
+    made: Made  # machine, release of torch, commit and date
+    ranks: str  # backend, number of ranks, and threads, in words
+    device: str  # "cpu" or "cuda"
     parameters: int  # number of the model's elements
 
 
@@ -51,7 +63,10 @@ def adamw(settings):
 
 
 def make_model(settings, rank, dtype, starts_apart=False):
-    """Make a model. Every rank has the same weights; with `starts_apart` each rank has other weights."""
+    """Make a model. Every rank gets the same weights; with `starts_apart` each rank gets other weights.
+
+    A row that starts apart is right only if its constructor gives all ranks the weights of rank 0.
+    """
     seed = settings.seed + rank.number if starts_apart else settings.seed
     torch.manual_seed(seed)
     return GPT(MODELS[settings.model]).to(rank.device, getattr(torch, dtype))
@@ -59,7 +74,10 @@ def make_model(settings, rank, dtype, starts_apart=False):
 
 @functools.lru_cache(maxsize=1)
 def make_batches(settings, rank):
-    """Make all batches that a measurement takes, in advance, so that no timed step makes a batch."""
+    """Make all batches that a measurement takes, (tokens, targets) each, so that no timed step makes a batch.
+
+    The batches of the last call are kept: all rows train on the same batches.
+    """
     train, _ = corpus.split(corpus.load_bytes())
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
@@ -68,19 +86,20 @@ def make_batches(settings, rank):
 
 
 def describe(rank, settings):
-    """Return the Conditions of a run."""
+    """Return the Conditions of a measurement."""
     numel = sum(param.numel() for param in make_model(settings, rank, "float32").parameters())
     words = f"{rank.backend}, {rank.world_size} rank(s) x {torch.get_num_threads()} thread(s)"
     machine = None
     if rank.device.type == "cuda":
         machine = torch.cuda.get_device_name(rank.device)
         n_gpus = torch.cuda.device_count()
-        words += f" that share {n_gpus} GPU(s)" if n_gpus < rank.world_size else ""
+        if n_gpus < rank.world_size:
+            words += f" that share {n_gpus} GPU(s)"
     return Conditions(made_here(machine), words, rank.device.type, numel)
 
 
 def default_model(rank):
-    """Return the name of a model that is large enough for this rank's device: short steps are hard to compare."""
+    """Return the name of a model that is large enough for this rank's device: a short step can't be timed well."""
     return "medium" if rank.device.type == "cuda" else "tiny"
 
 
@@ -88,7 +107,7 @@ def default_model(rank):
 
 
 def tolerance(world_size):
-    """Return the largest difference from ddp that a right row may show in a parameter, after CHECKED_STEPS fp32 steps.
+    """Return by how much a right row's parameters may differ from the reference's after CHECKED_STEPS steps in fp32.
 
     On one or two ranks every order of summation gives the same bits. On more ranks, sums differ in the last bits. AdamW
     divides a gradient by the gradient's size, so pure rounding noise becomes a step of up to lr. (The gradient of
@@ -101,7 +120,10 @@ def tolerance(world_size):
 
 @functools.lru_cache(maxsize=2)
 def reference_params(settings, rank, build, dtype):
-    """Train the reference for CHECKED_STEPS steps. Returns rank 0's parameters, on every rank."""
+    """Train the reference for CHECKED_STEPS steps.
+
+    `build` makes the Training of the reference. Returns rank 0's parameters, on every rank. Collective.
+    """
     training = build(make_model(settings, rank, dtype), adamw(settings))
     for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
         training.step(batch)
@@ -112,25 +134,25 @@ def reference_params(settings, rank, build, dtype):
 
 
 class Examined(NamedTuple):
-    """One rank's figures of a row. A `_theory` is what the formula gives."""
-    difference: float  # the largest |own - reference| of any parameter, over all ranks
-    collectives: dict  # {kind: how many}
-    wire_bytes: int
+    """One rank's figures of a row. Fields whose names end in `_theory` are what the row's formula gives."""
+    difference: float  # the largest |own - reference| of any element of a parameter, over all ranks
+    collectives: dict  # {kind: how many}, in one step
+    wire_bytes: int  # that a rank sends in one step, on average
     wire_bytes_theory: int
-    memory_bytes: dict  # by phase: see `count_memory`
-    bytes_per_param: float  # held after a step
+    memory_bytes: dict  # {phase: bytes}: see `count_memory`
+    bytes_per_param: float  # bytes that this rank holds after a step, for each parameter of the model
     bytes_per_param_theory: float
 
 
 @in_place_of_gloos()
 def examine(rank, settings, row_id):
-    """Train three steps: Memory counts in steps 1 and 2, the Ledger in step 3. Returns Examined."""
-    # This run must agree with the reference's to the bit, and CUDA's faster sums add in an order that varies.
+    """Train a row for three steps: Memory counts in steps 1 and 2, a Ledger in step 3. Returns Examined."""
+    # The row must agree with the reference to the bit, and CUDA's faster sums add in an order that varies.
     torch.use_deterministic_algorithms(rank.device.type == "cuda", warn_only=True)
     configuration = rows.find(*row_id)
     batches = make_batches(settings, rank)
     expected = reference_params(settings, rank, configuration.reference, configuration.dtype)
-    gc.collect()
+    gc.collect()  # so that the row before is gone, and isn't counted
     training, memory_bytes, held_bytes = count_memory(rank, settings, configuration, batches[:2])
     with Ledger() as ledger:
         training.step(batches[2])
@@ -149,15 +171,15 @@ def examine(rank, settings, row_id):
 
 
 def count_memory(rank, settings, configuration, batches):
-    """Build a row and train two steps. Returns (Training, {phase: bytes in memory}, bytes after the second step).
+    """Build a row and train two steps. Returns (Training, {phase: bytes in memory}, bytes held after the second step).
 
-    The phases are:
+    These phases are other moments than the phases of a recorded step below:
         model, optimizer: after the model was built; after the optimizer was built
         backward, step: after the backward pass of step 1; after step 1, which makes the optimizer's state
         peak: the most at any moment of the build and of both steps
-        reserved: on a GPU, what torch's allocator has taken, for tensors and in reserve
+        reserved: on a GPU alone, what torch's allocator has taken, for tensors and in reserve
     """
-    with Memory(rank.device) as memory:
+    with Memory(rank.device) as memory:  # settle() waits until gloo has freed its tensors, and returns the live bytes
         model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
         memory_bytes = {"model": memory.live}
         training = configuration.build(model, adamw(settings))
@@ -179,7 +201,7 @@ def count_memory(rank, settings, configuration, batches):
 
 
 def largest_difference(tensors, expected):
-    """Return the largest difference on any rank. A nan counts as the largest float. Collective."""
+    """Return the largest difference of any two elements on any rank. A nan counts as the largest float. Collective."""
     pairs = zip(tensors, expected, strict=True)
     differences = torch.stack([(tensor - expected_tensor).abs().max().float() for tensor, expected_tensor in pairs])
     largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
@@ -199,19 +221,19 @@ def time_steps(rank, settings, row_id):
 
 
 def make_training(rank, settings, row_id):
-    """Build a row, after the memory of the row before is free. Returns Training."""
+    """Build a row, after the memory of the row before it was freed. Returns a Training."""
     gc.collect()
     configuration = rows.find(*row_id)
     return configuration.build(make_model(settings, rank, configuration.dtype), adamw(settings))
 
 
 def time_warm_steps(rank, step, inputs, finish):
-    """Time `step(step_input)` of all `inputs`, after warm-up. Returns (median ms per step, ms to drain).
+    """Call and time `step(step_input)` for each of `inputs`. The caller has done steps to warm up before.
 
-    Both are the slowest rank's.
+    Returns (median ms per step, ms to drain), both of the slowest rank, on every rank. Collective.
 
-    A step lasts from the end of one step to the end of the next, so a step includes the wait for parameters that the
-    step before has sent. The drain is the wait for what the last step has sent. No barrier stands between steps,
+    A step lasts from the end of the step before to its own end. So a step includes the wait for parameters that the
+    step before has sent. `finish()` drains: it waits for what the last step has sent. No barrier stands between steps,
     because a barrier would wait for messages in flight.
     """
     ends_of_steps = [timestamp(rank.device)]
@@ -227,7 +249,7 @@ def time_warm_steps(rank, step, inputs, finish):
 
 
 def timestamp(device):
-    """Return the time. On a GPU, return an event, which gets a time when the GPU has done all work before the event."""
+    """Return the time in seconds; on a GPU an event, which gets its time when the GPU has done all work before it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -236,10 +258,10 @@ def timestamp(device):
 
 
 def milliseconds(start, end):
-    """Return the time between two timestamps."""
-    if isinstance(start, float):  # seconds, of a CPU
+    """Return the time between two results of `timestamp`."""
+    if isinstance(start, float):  # both are seconds, on a CPU
         return (end - start) * 1000
-    end.synchronize()
+    end.synchronize()  # the CPU waits until the event has a time
     return start.elapsed_time(end)
 
 
@@ -255,31 +277,37 @@ def clip(training, max_norm):
 # ---------------------------------------------- What is in a step: when does a rank compute, when do messages travel?
 
 
-GAP_S = 0.0005  # Python needs less time between two operators; waiting for another rank takes more
-RECORDED_STEPS = 6  # step 0 isn't shown: unlike the others, it doesn't wait for parameters of a step before
+# A span is a pair (start, end) of moments. `union` merges spans that overlap, `overlap` returns what two lists of spans
+# have in common, and `length` adds up the seconds of spans. Communication is exposed in the spans in
+# which a message is in flight and the rank doesn't compute.
+
+GAP_S = 0.0005  # between two operators Python needs less time, and a wait for another rank takes more
+RECORDED_STEPS = 6  # step 0 isn't shown, because unlike later steps it doesn't wait for parameters of the step before
 
 
 class Recorder(Ledger):
-    """Is a ledger that also lists when operators ran, and the phases of the steps, in seconds of time.perf_counter."""
+    """Is a Ledger that also lists when operators ran, and the phases of the steps, in seconds of time.perf_counter."""
 
     def __init__(self):
         super().__init__()
-        self.busy = []  # [start, end] of operators between which there is no gap, in order
-        self.phases = []  # (name, start, end)
+        self.busy = []  # spans [start, end], in order: each holds operators that follow each other without a gap
+        self.phases = []  # (name, start, end), which `phase` appends
 
     @contextlib.contextmanager
     def phase(self, name):
+        """Return a context: what happens in it is a phase of that name."""
         start = time.perf_counter()
         yield
         self.phases.append((name, start, time.perf_counter()))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Call the operator `function`, as torch asks, and note when it ran, unless it communicates."""
         start = time.perf_counter()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         end = time.perf_counter()
         if function.namespace in COLLECTIVE_NAMESPACES:
             return result
-        if self.busy and start - self.busy[-1][1] < GAP_S:
+        if self.busy and start - self.busy[-1][1] < GAP_S:  # [-1][1] is the end of the last span
             self.busy[-1][1] = end
         else:
             self.busy.append([start, end])
@@ -288,7 +316,10 @@ class Recorder(Ledger):
 
 @in_place_of_gloos()
 def record(rank, settings, row_id):
-    """Record steps on a CPU, with no barrier between them. Returns this rank's RecordedStep of median length."""
+    """Record steps of a row on a CPU, with no barrier between them. Returns a RecordedStep of this rank.
+
+    That is the step of median length, the same step on every rank. Collective.
+    """
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
     training = make_training(rank, settings, row_id)
     for batch in batches:
@@ -296,7 +327,7 @@ def record(rank, settings, row_id):
     training.finish()
     dist.barrier()
     with Recorder() as recorder:
-        for number in range(RECORDED_STEPS):
+        for number in range(RECORDED_STEPS):  # steps 0, 1, …, on the few batches by turns
             with recorder.phase("forward"):
                 loss = training.forward(*batches[number % len(batches)])
             with recorder.phase("backward"):
@@ -311,37 +342,38 @@ def record(rank, settings, row_id):
 
 class Recording(NamedTuple):
     """What was recorded of several steps. Times are seconds of any clock."""
-    phases: list  # (name, start, end) of each phase; a step has three
-    busy: list  # spans in which the rank computes, (start, end), disjoint and in order
-    messages: list  # of Messages
+    phases: list  # (name, start, end) of each phase: a step has three, forward, backward and step
+    busy: list  # spans in which the rank computes, disjoint and in order
+    messages: list  # of Messages: (kind, bytes, start, end)
 
 
 def span_of(phases, number):
-    """Return when step `number` starts and ends."""
+    """Return the span of step `number`: from the start of its first phase to the end of its last phase."""
     _, start, _ = phases[3 * number]
     _, _, end = phases[3 * number + 2]
     return start, end
 
 
 def median_step(phases):
-    """Return the number of the step of median length, without step 0. Collective, the same on all ranks.
+    """Return the number of the step of median length, step 0 left out. The same on all ranks. Collective.
 
-    The length of a step is that on the slowest rank. The median leaves out steps that other programs have delayed.
+    The length of a step is its length on the slowest rank. A median, because other programs may delay some steps.
     """
     spans = [span_of(phases, number) for number in range(1, RECORDED_STEPS)]
     lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
     dist.all_reduce(lengths, dist.ReduceOp.MAX)
-    numbers = 1 + lengths.argsort()  # of the steps, the shortest first
+    numbers = 1 + lengths.argsort()  # numbers of the steps, the shortest step first; 1 + because step 0 is left out
     return numbers[len(numbers) // 2].item()
 
 
 def recorded_step(recording, number):
     """Return step `number` of a Recording as a RecordedStep.
 
-    A message may cross the border of two steps, as parameters for the next forward pass do. Then each step is exposed
-    to its own part of the message.
+    A message may cross the border of two steps, as parameters for the next forward pass do. Then the time in which the
+    message is exposed counts in the step in which that time lies.
     """
     start, end = span_of(recording.phases, number)
+    # Only what lies in the step.
     messages = [message for message in recording.messages if message.end > start and message.start < end]
     in_flight = overlap([(start, end)], union((message.start, message.end) for message in messages))
     busy = overlap([(start, end)], recording.busy)
@@ -349,11 +381,12 @@ def recorded_step(recording, number):
     def since_start(moment):
         return round(moment - start, 6)
 
+    phases = recording.phases[3 * number : 3 * number + 3]  # a step has three
+    # From the seconds in which a message is in flight, the seconds in which the rank computes meanwhile are subtracted.
     return RecordedStep(
         exposed_seconds=round(length(in_flight) - length(overlap(in_flight, busy)), 6),
         seconds=since_start(end),
-        phases=[(name, since_start(began), since_start(ended))
-                for name, began, ended in recording.phases[3 * number : 3 * number + 3]],
+        phases=[(name, since_start(began), since_start(ended)) for name, began, ended in phases],
         busy=[(since_start(began), since_start(ended)) for began, ended in busy],
         communication=[message._replace(start=since_start(message.start), end=since_start(message.end))
                        for message in messages])

@@ -2,11 +2,23 @@
 
     python -m harness.measuring.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
-One process plays rank 0 of 8, and a collective moves no bytes. Like NCCL's, a played collective occupies a separate
-stream, for as long as the bytes would take on a link of 200 Gbit/s, and kernels wait for that stream. So one GPU shows
-the steps of 8 GPUs. But NCCL's own kernels would take some multiprocessors, and some of the memory's rate, from other
-kernels. Without a GPU the program prints one line.
+One process plays rank 0 of 8, and a collective moves no bytes. Like a collective of NCCL, a played collective occupies
+a separate stream of the GPU, for as long as the bytes would take on a link of 200 Gbit/s, and kernels that need the
+result wait for that stream. So one GPU shows the steps of 8 GPUs. One difference is left: NCCL's own kernels would take
+some multiprocessors, and some of the memory's rate, from other kernels. Without a GPU the program prints one line.
 """
+# The words of this file:
+#   row        a way to train; harness/training/rows.py, the catalogue, lists all of them
+#   build      a function of a model and AdamW's arguments, which returns a Training
+#   Training   an object with a model, an optimizer, and the parts of a step as methods
+#   stage      an optimizer of this project, in a folder stage*/
+#   host       the CPU side of a rank
+#   stream     a queue of kernels on the GPU
+#   _sleep     torch.cuda._sleep(cycles) starts a kernel that only counts cycles of the GPU's clock
+#   span       a pair (start, end). `union` merges spans that overlap, `overlap` returns what two lists of spans have in
+#              common, `length` adds up their seconds
+#   Recording  phases, spans of computing and messages of several steps; `recorded_step` returns one of these steps
+#   exposed    said of the time in which a message is in flight and no kernel computes
 
 import functools
 import itertools
@@ -15,7 +27,7 @@ from unittest import mock
 
 from harness.ranks import command_line
 
-fail = functools.partial(command_line.fail, "cuda")
+fail = functools.partial(command_line.fail, "cuda")  # ends the program, with a message and exit code 2
 
 
 def options():
@@ -48,17 +60,20 @@ BATCH_SIZE = 4  # on an H100 plain training then takes 1.15 times as long as DDP
 SEQUENCE_LENGTH = 512
 D = 8  # number of ranks
 BYTES_PER_S = 25e9  # a link of 200 Gbit/s for each GPU
-ROUNDS = 3  # in each, a step of every row is recorded
+ROUNDS = 3  # in each round a step of every row is recorded
 WARMUP_STEPS = 3
-PROFILED_STEPS = 4
-SHOWN_STEP = 2  # of steps 0 to 3: the last step but one, which has a step before and a step after
+PROFILED_STEPS = 4  # steps 0 to 3 of a recording
+SHOWN_STEP = 2  # the last step but one of a recording, which has a step before and a step after
 PHASES = "forward", "backward", "step"
-GAP_S = 5e-5  # a gap between kernels that is too short to be drawn
-MARK_S = 5e-6  # a kernel that marks the start of a phase is shorter, and every message is longer
+GAP_S = 5e-5  # a shorter gap between two kernels isn't drawn
+MARK_S = 5e-6  # a kernel that marks the start of a phase takes less time, and every played message takes more
 
 
 class Arrival:
-    """Stands in for a Work: `wait` makes the current stream wait, and not the host."""
+    """Stands in for a Work, which torch returns for a collective: `wait` makes the current stream wait, not the host.
+
+    `event`: a torch.cuda.Event, which the link's stream reaches when the message has arrived.
+    """
 
     def __init__(self, event):
         self.event = event
@@ -74,12 +89,14 @@ class Link:
     """Plays the collectives of rank 0 of D, one after the other, at BYTES_PER_S."""
 
     def __init__(self, device):
-        self.stream = torch.cuda.Stream(device)
-        self.carried = []  # (kind, bytes of the full tensor) of each collective
+        self.stream = torch.cuda.Stream(device)  # on which messages take time
+        # (kind, bytes of the full tensor) of each played collective. `recorded_by_profiler` empties it before each
+        # recording.
+        self.carried = []
         self.cycles_per_s = measured_cycles_per_s()
 
     def carry(self, kind, n_bytes):
-        """Let a message begin when the current stream has done its work so far. Returns an Arrival."""
+        """Let a message begin when the current stream has done its work so far. Doesn't wait; returns an Arrival."""
         self.carried.append((kind, n_bytes))
         seconds = wire_bytes(kind, n_bytes, D, "nccl") / BYTES_PER_S
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -88,7 +105,10 @@ class Link:
             return Arrival(self.stream.record_event())
 
     def stand_in(self, kind):
-        """Return a function in place of torch's collective of that kind. The larger argument is the full tensor."""
+        """Return a function to call in place of torch's collective of that kind.
+
+        Of the collective's two tensors the larger is the full tensor, and the other is a rank's part.
+        """
         def collective(*args, async_op=False, **kwargs):
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             arrival = self.carry(kind, max(tensor.nbytes for tensor in tensors))
@@ -96,23 +116,24 @@ class Link:
         return collective
 
     def all_reduce_of_ddp(self, _, bucket):
-        """Stand in for DDP's own communication hook."""
+        """Stand in for DDP's communication hook, which DDP calls with (None, bucket of gradients). Returns a Future."""
         bucket.buffer().div_(D)
         self.carry("all_reduce", bucket.buffer().nbytes)
         with torch.cuda.stream(self.stream):
             future = torch.futures.Future(devices=[self.stream.device])
-            future.set_result(bucket.buffer())  # complete when this stream has done its work so far
+            future.set_result(bucket.buffer())  # who waits for the future waits for what is on this stream so far
         return future
 
     def played(self):
-        """Return a context in which torch's collectives are played."""
+        """Return a context in which this link plays torch's reduce-scatters and all-gathers."""
+        # SCATTERS and GATHERS have the names of these functions, which differ between releases of torch.
         stand_ins = {name: self.stand_in("reduce_scatter") for name in exchange.SCATTERS}
         stand_ins |= {name: self.stand_in("all_gather") for name in exchange.GATHERS}
         return mock.patch.multiple(dist, **stand_ins)
 
 
 def measured_cycles_per_s():
-    """Measure the clock that torch.cuda._sleep() counts."""
+    """Measure how many cycles torch.cuda._sleep() counts per second."""
     cycles = 10**8
     torch.cuda._sleep(cycles // 10)  # loads the kernel
     torch.cuda.synchronize()
@@ -123,7 +144,8 @@ def measured_cycles_per_s():
 
 
 def builds(link):
-    """Return {name of a row: build(model, AdamW's arguments)}."""
+    """Return {name of a row: build}."""
+    # `is_alone`: DDP gets a gloo group of this process alone, because DDP can't work with ranks that don't exist.
     ddp = catalogue.with_ddp(torch.optim.AdamW, hook=link.all_reduce_of_ddp, is_alone=True)
     return {
         "computing alone": catalogue.compute_only,
@@ -132,6 +154,7 @@ def builds(link):
         catalogue.FSDP2: catalogue.fsdp2(reshard_after_forward=False),
         catalogue.GRAD_BUFFER: catalogue.stage(STAGE_3),
         "stage 4 overlap, no prefetch": catalogue.stage(STAGE_4),
+        # With `prefetch` the gathered parameters arrive during the next forward pass.
         catalogue.OVERLAP: catalogue.stage(STAGE_4, prefetch=True),
     }
 
@@ -142,7 +165,7 @@ class GpuRow:
     def __init__(self, name, training):
         self.name = name
         self.training = training
-        self.steps = []
+        self.steps = []  # RecordedSteps, which `measure_overlap` appends
 
     @property
     def rounds_ms(self):
@@ -150,7 +173,7 @@ class GpuRow:
 
     @property
     def median_step(self):
-        """Return the step of median length."""
+        """Return the RecordedStep of median length."""
         in_order = sorted(self.steps, key=lambda step: step.seconds)
         return in_order[len(in_order) // 2]
 
@@ -164,7 +187,7 @@ def measure_overlap(device):
     with rank_0_of(D), link.played():
         for name, build in builds(link).items():
             torch.manual_seed(0)
-            with device:
+            with device:  # tensors are made on the GPU
                 model = GPT(MODELS[MODEL])
             row = GpuRow(name, build(model, ADAMW))
             for _ in range(WARMUP_STEPS):
@@ -178,12 +201,12 @@ def measure_overlap(device):
 
 
 def recorded_by_profiler(training, link, batch):
-    """Train PROFILED_STEPS steps under torch.profiler. Returns SHOWN_STEP as a RecordedStep."""
+    """Train PROFILED_STEPS steps under torch.profiler. Returns step SHOWN_STEP as a RecordedStep."""
     link.carried = []
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_STEPS):
-            torch.cuda._sleep(1)  # marks the start of a phase
+            torch.cuda._sleep(1)  # a kernel so short marks the start of a phase
             loss = training.forward(*batch)
             torch.cuda._sleep(1)
             loss.backward()
@@ -191,20 +214,22 @@ def recorded_by_profiler(training, link, batch):
             training.update()
             training.zero_grad()
         training.finish()
-    events = profiler.profiler.kineto_results.events()  # with one event for each kernel
+    # A list inside torch's profiler, with an event for each kernel.
+    events = profiler.profiler.kineto_results.events()
     kernels = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
                for event in events if event.device_type() == DeviceType.CUDA]
     return shown_step(kernels, link.carried)
 
 
 def shown_step(kernels, carried):
-    """Return SHOWN_STEP as a RecordedStep. `kernels`: [(name, start, end), …], in ns.
+    """Return step SHOWN_STEP of a recording as a RecordedStep.
 
-    Kernels called "spin" are marks of phases, or messages on the played link. `carried`: (kind, bytes) of the messages.
+    `kernels`: [(name, start, end), …], in ns. torch.cuda._sleep's kernels have "spin" in their names; they are marks of
+    phases, or messages on the played link. `carried`: the (kind, bytes) of these messages, in the same order.
     """
     first_ns = min(start_ns for _, start_ns, _ in kernels)
-    spins = []
-    busy = []
+    spins = []  # spans of marks and messages
+    busy = []  # spans of kernels that compute
     for name, start_ns, end_ns in kernels:
         span = (start_ns - first_ns) / 1e9, (end_ns - first_ns) / 1e9
         if "spin" in name:
@@ -213,10 +238,14 @@ def shown_step(kernels, carried):
             busy.append(span)
     spins.sort()
     marks = [start for start, end in spins if end - start < MARK_S]
-    phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))  # a phase ends where the next one begins
+    # A phase ends where the next phase begins. The last phase has no end, so it is left out; it isn't in SHOWN_STEP.
+    phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))
     sent = [(start, end) for start, end in spins if end - start >= MARK_S]
+    # The link carries messages in the order in which they were launched.
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
     step = recorded_step(Recording(phases, union(busy), messages), SHOWN_STEP)
+    # Each span is made longer by GAP_S. Then two spans with a short gap between them overlap, and are merged. A merged
+    # span is made shorter again.
     with_gaps_closed = union((start, end + GAP_S) for start, end in step.busy)
     return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed])
 
@@ -226,16 +255,19 @@ def overlap_sheet(rows):
     ddp_ms = next(row.rounds_ms for row in rows if row.name == catalogue.REFERENCE)
 
     def phase_ms(row, number):
+        """Return the length of phase `number` of the row's median step."""
         _, start, end = row.median_step.phases[number]
         return 1000 * (end - start)
 
     def in_flight_ms(row):
+        """Return the time of the row's median step in which a message is in flight."""
         step = row.median_step
         in_flight = union((message.start, message.end) for message in step.communication)
         return 1000 * length(overlap([(0, step.seconds)], in_flight))
 
     def exposed_ms(row):
         return 1000 * row.median_step.exposed_seconds
+    # Key of the column -> column.
     phases = {name: column(name, functools.partial(phase_ms, number=number), "measured", ".1f")
               for number, name in enumerate(PHASES)}
     return sheet_of(
@@ -249,6 +281,7 @@ def overlap_sheet(rows):
          f"and no kernel computes. Median of {ROUNDS} step(s), recorded by torch.profiler."])
 
 
+# A picture shows a step of each of these rows.
 DRAWN = catalogue.REFERENCE, catalogue.GRAD_BUFFER, catalogue.OVERLAP
 
 

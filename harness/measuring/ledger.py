@@ -1,4 +1,12 @@
-"""Lists the collectives that a rank starts, with their bytes, from outside: no stage has code for a ledger."""
+"""Lists the collectives that a rank starts, with their bytes, from outside: the optimizers have no code for it.
+
+An optimizer, in a folder stage*/, calls torch.distributed as usual. While a `Ledger` is entered, torch shows the Ledger
+every operator that the rank calls, and the Ledger adds an entry, a `Collective`, for each operator that communicates.
+
+A Work is the object that torch returns for a collective in flight, so that the caller can wait for it. Wire bytes are
+the bytes that a rank sends, on average over the ranks: the function `wire_bytes` computes them for one collective, an
+entry keeps them in a field of that name, and a Ledger's property of that name adds up the entries' fields.
+"""
 
 import re
 import threading
@@ -21,17 +29,18 @@ class WatchedWork(dist.Work):
 
     def __init__(self, work, on_completion, executor):
         super().__init__()
-        # A future that is done refers neither to `work` nor to the received tensors.
+        # A Ledger keeps this object. But a future that is done keeps neither `work` nor the received tensors alive.
         self.future = executor.submit(self.finish, work, on_completion)
 
     @staticmethod
     def finish(work, on_completion):
+        """Wait for the Work, in the executor's thread. If the Work has failed, `wait` raises its error."""
         try:
             work.wait()
         finally:
             on_completion()
 
-    def wait(self, timeout=None):
+    def wait(self, timeout=None):  # a timedelta
         self.future.result((timeout or dist.default_pg_timeout).total_seconds())
         return True
 
@@ -41,19 +50,22 @@ class WatchedWork(dist.Work):
 
 @dataclass
 class Collective:
-    """A collective, or a send or recv, on one rank. Times are seconds of time.perf_counter."""
-    kind: str
-    size: int  # bytes of the full tensor
-    dtype: torch.dtype
-    group_size: int
-    backend: str
-    wire_bytes: float  # what a rank sends, on average
+    """An entry of a Ledger: a collective, or a send or recv, on one rank. Times are seconds of time.perf_counter."""
+    kind: str  # the first value of a line of OPERATORS, such as "all_reduce"
+    size: int  # bytes of the full tensor, of which each rank has a part in a reduce-scatter or all-gather
+    dtype: torch.dtype  # None for a barrier, which has no tensors
+    group_size: int  # number of ranks in the process group
+    backend: str  # "gloo", "nccl", or "fake", with which a rank plays alone and nothing is sent
+    wire_bytes: float  # what the function `wire_bytes` returns for this collective
     launched_at: float
-    completed_at: float | None = None  # None: in flight
+    completed_at: float | None = None  # None: still in flight, or nobody can see the end: see `_watch`
 
 
-COLLECTIVE_NAMESPACES = "c10d", "_c10d_functional"  # of the operators that communicate
-# Operator of c10d -> kind, name of the argument that is read, name of the argument that is written.
+# An operator's full name is "namespace::name". All operators that communicate are in two namespaces: torch.distributed
+# calls those of c10d, and tensor parallelism and torch.compile call functional collectives, those of _c10d_functional.
+COLLECTIVE_NAMESPACES = "c10d", "_c10d_functional"
+# Operator of c10d -> kind of collective, name of the argument whose tensors are read (None: nothing is read), name of
+# the argument whose tensors are written (None: nothing is written).
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
@@ -76,64 +88,91 @@ OPERATORS = {
     "barrier": ("barrier", None, None),
     "monitored_barrier_": ("barrier", None, None),
 }
-# Functional collectives, which tensor parallelism and torch.compile call. Each reads the first argument.
-FUNCTIONAL = re.compile("(all_reduce|reduce_scatter_tensor|all_gather_into_tensor|all_to_all_single|broadcast"
-                        "|isend|irecv)(_coalesced)?(_|_out)?")
+# Functional collective -> kind of collective. Each reads its first argument. A name may have endings: see ENDINGS.
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
+}
+# Of several tensors at once: "_coalesced". Writes the result into the input, or into an argument: "_", "_out".
+ENDINGS = re.compile("(_coalesced)?(_|_out)?$")
+# Operators in the two namespaces that send nothing.
 MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
+def named_arguments(schema, args, kwargs):
+    """Return {name: value} of an operator's arguments. `schema`: torch's description of the operator."""
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, args)), **kwargs}
+
+
 def kind_and_tensors(operator, arguments):
-    """Return the kind of a collective, and lists of tensors: those that it reads, and maybe those that it writes."""
+    """Return the kind of a collective, and one or two lists: the tensors that it reads, the tensors that it writes.
+
+    A list is missing where OPERATORS has None. `arguments`: {name: value} of the operator's arguments.
+    """
     namespace, name = operator.split("::")
     if namespace == "c10d" and name in OPERATORS:
         kind, *argument_names = OPERATORS[name]
         return kind, [tree_leaves(arguments[argument]) for argument in argument_names if argument]
-    match = FUNCTIONAL.fullmatch(name)
-    if namespace == "_c10d_functional" and match:
-        kind = re.sub("_(into_)?tensor|_single", "", match[1])
-        kind = {"isend": "send", "irecv": "recv"}.get(kind, kind)
+    name_without_endings = ENDINGS.sub("", name)
+    if namespace == "_c10d_functional" and name_without_endings in FUNCTIONAL:
         first_argument = next(iter(arguments.values()))
-        return kind, [tree_leaves(first_argument)]
+        return FUNCTIONAL[name_without_endings], [tree_leaves(first_argument)]
     raise LookupError(f"the ledger does not know what {operator} sends: add it to OPERATORS")
 
 
 def wire_bytes(kind, size, group_size, backend):
-    """Return the bytes that a rank sends, on average, for a collective of `size` bytes."""
+    """Return the bytes that a rank sends, on average, for a collective whose full tensor has `size` bytes."""
     if kind in ("recv", "barrier"):
         return 0
     if kind == "send":
         return size
     without_own_part = size * (group_size - 1) / group_size
-    if kind in ("scatter", "gather"):  # these bytes leave one rank, or all other ranks together
+    if kind in ("scatter", "gather"):
+        # In a scatter only the root sends, in a gather all ranks but the root. In both, all ranks together send the
+        # bytes without the root's own part, and this is the average.
         return without_own_part / group_size
-    is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")  # as gloo does it
+    # gloo's reduce-scatter is an all-reduce underneath.
+    is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")
     if is_all_reduce:
         return 2 * without_own_part  # a reduce-scatter and an all-gather
+    # In a reduce-scatter, all-gather or all-to-all each rank sends so many bytes. In a broadcast or reduce all ranks
+    # but one send the whole tensor, and this is the average.
     return without_own_part
 
 
 class Ledger(TorchDispatchMode):
     """Lists, while entered, every collective that this rank starts, in order.
 
+    A Ledger is a TorchDispatchMode: while it is entered, torch calls its `__torch_dispatch__` in place of an operator.
+
         with Ledger() as ledger:
             optimizer.step()
         ledger.collectives   # {"all_reduce": 3, …}
-        ledger.wire_bytes    # int: bytes that a rank sends for all of these, on average
+        ledger.wire_bytes    # int: bytes that a rank sends for all these collectives, on average
         ledger.entries       # [Collective, …]
     """
 
-    limit_s = 60  # how long __exit__ waits for a collective
+    limit_s = 60  # seconds that __exit__ waits for one collective
 
     def __init__(self):
         super().__init__()
         self.entries = []
-        self.pending = []  # (Collective, threading.Event that is set when the collective is complete)
-        self.executors = {}  # kind -> executor with one thread, because messages of a kind arrive in order
-        self.works = []  # WatchedWorks, which C++ would forget without a reference in Python
+        self.pending = []  # (Collective, threading.Event): the event is set when the collective is complete
+        # "send" or "recv" -> executor whose thread waits for the WatchedWorks of this kind. One thread is enough,
+        # because messages of a kind arrive in order.
+        self.executors = {}
+        # Never read: without a reference in Python, C++ would forget the Python half of a WatchedWork.
+        self.works = []
 
     def __exit__(self, *exception):
         """Wait until all collectives are complete, unless there is an exception."""
-        exception_type, *_ = exception
+        exception_type, *_ = exception  # all are None if there was none
         for entry, is_complete in self.pending:
             if exception_type is None and not is_complete.wait(self.limit_s):
                 raise TimeoutError(f"{entry.kind} of {entry.size} bytes is not complete after {self.limit_s} s")
@@ -144,6 +183,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def collectives(self):
+        """Return {kind: how many}."""
         return dict(Counter(entry.kind for entry in self.entries))
 
     @property
@@ -151,12 +191,11 @@ class Ledger(TorchDispatchMode):
         return round(sum(entry.wire_bytes for entry in self.entries))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Call the operator `function`, and add an entry if the operator communicates."""
         kwargs = kwargs or {}
         if function.namespace not in COLLECTIVE_NAMESPACES:
             return function(*args, **kwargs)
-        names = [argument.name for argument in function._schema.arguments]
-        arguments = {**dict(zip(names, args)), **kwargs}
-        entry = self.entry_of(function._schema.name, arguments)
+        entry = self.entry_of(function._schema.name, named_arguments(function._schema, args, kwargs))
         result = function(*args, **kwargs)
         if entry is None:
             return result
@@ -164,27 +203,34 @@ class Ledger(TorchDispatchMode):
         return self._watch(entry, result)
 
     def entry_of(self, operator, arguments):
-        """Return a Collective, or None if the operator moves nothing."""
+        """Return a new Collective, or None if the operator moves nothing. Also called by harness/planning/alone.py."""
         if operator in MOVES_NOTHING:
             return None
         kind, tensor_lists = kind_and_tensors(operator, arguments)
         group = _group(arguments)
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tensor_lists]
-        sizes = list(filter(None, sizes))  # 0 where this rank has no input of a scatter, or no output of a gather
-        if kind in ("all_gather", "gather", "scatter"):  # the smaller list is one rank's part
+        # Drop a 0: only the root of a scatter has an input, and only the root of a gather has an output.
+        sizes = list(filter(None, sizes))
+        if kind in ("all_gather", "gather", "scatter"):  # the smaller list is this rank's part of the full tensor
             size = min(sizes, default=0) * group.size()
         else:
             size = max(sizes, default=0)
-        dtype = next((tensor.dtype for tensors in tensor_lists for tensor in tensors), None)
+        all_tensors = tree_leaves(tensor_lists)
+        dtype = all_tensors[0].dtype if all_tensors else None
         backend = dist.get_backend(group)
         n_bytes_sent = wire_bytes(kind, size, group.size(), backend)
         return Collective(kind, size, dtype, group.size(), backend, n_bytes_sent, time.perf_counter())
 
     def _watch(self, entry, result):
-        """Set `completed_at` of `entry` when the collective is complete. Returns the result that the caller gets."""
-        has_tensors_too = isinstance(result, (tuple, list))  # before the Work, which C++ returns in a box
+        """See to it that `completed_at` of `entry` is set when the collective is complete.
+
+        `result` is what the operator has returned. Returns what the caller of the operator gets in its place.
+        """
+        # C++ returns a Work in a box, a torch.ScriptObject. Some operators return (tensors, boxed Work).
+        has_tensors_too = isinstance(result, (tuple, list))
         boxed_work = result[-1] if has_tensors_too else result
-        # A functional collective returns a tensor.
+        # The fake backend sends nothing, and a functional collective returns a tensor and no Work: nobody can see when
+        # it is complete, and `completed_at` stays None.
         if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):
             return result
         work = dist.Work.unbox(boxed_work)
@@ -199,7 +245,7 @@ class Ledger(TorchDispatchMode):
             is_complete.set()
         try:
             future = work.get_future()
-        except RuntimeError:  # the work of gloo's send or recv has no future
+        except RuntimeError:  # the Work of gloo's send or recv has no future, and so no callback
             if entry.kind not in self.executors:
                 self.executors[entry.kind] = ThreadPoolExecutor(1)
             watched_work = WatchedWork(work, note_completion, self.executors[entry.kind])
@@ -214,5 +260,5 @@ def _group(arguments):
     """Return the process group among the arguments of an operator."""
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
-    group = arguments["group_name"]  # a name, or in newer releases of torch a group
+    group = arguments["group_name"]  # of a functional collective: a name, or in newer releases of torch a group
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group

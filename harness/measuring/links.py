@@ -1,4 +1,21 @@
-"""Makes tables and pictures of rows measured on two hosts: how near to the best that a link allows each row comes."""
+"""Makes tables and pictures of rows measured on two hosts: how near to the best that a link allows each row comes.
+
+two_hosts.py measures the rows and calls this file. A row is a way to train, listed in harness/training/rows.py, which
+is the catalogue here. A RowId is a row's name, `base`, and maybe a size of bucket; a bucket is the unit in which DDP
+and stage 4 (stage4_overlap/, the row OVERLAP) send gradients. every_row.py has Row, one row's measurements, and Rows,
+all of them, here `measured` or `sweep`: `find` returns the Row of a name, `timed` returns it only if it has times,
+`over` divides a Row's times by another Row's, round by round, and returns the median of the quotients.
+
+    floor      the least time that a step can take: computing alone, or sending the row's bytes if that takes longer
+    curve      time of a step over that of computing alone, for links of several rates; each link is a measurement
+    ladder     the table in README.md; a rung is a row of that table
+    sweep      a short measurement of DDP and of stage 4 with buckets of several sizes, to find DDP's best size
+    tuned      DDP with the better of the default size and the size that a sweep has found
+    exposed    time in which messages are in flight and the rank doesn't compute
+
+`column` describes a column of a table by a title, a function of a row (or the name of a row's attribute), where the
+numbers come from, and their format.
+"""
 
 from typing import NamedTuple
 
@@ -20,14 +37,16 @@ from harness.training.rows import (
     RowId,
 )
 
-ENDINGS = {"float32": "", "bfloat16": " bf16"}  # of the names of rows, by dtype
+# Dtype of the parameters -> how the name of a row with this dtype ends, such as "stage 4 overlap bf16".
+ENDINGS = {"float32": "", "bfloat16": " bf16"}
+# These two stand in CURVES below in place of a row's name. TUNED: the row that `tuned_ddp` returns.
 TUNED = "ddp, tuned"
 FLOOR = "floor"
 
 
 class Link(NamedTuple):
-    """A link between two hosts. `rate`: as tc writes it, 300mbit."""
-    rate: str
+    """A link between two hosts."""
+    rate: str  # as the command tc writes it, such as "300mbit"
     bits_per_second: float
 
     @property
@@ -36,15 +55,16 @@ class Link(NamedTuple):
         return self.rate.replace("kbit", " Kbit/s").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
     def ms(self, row):
-        """Return the ms that a row's bytes take by the formula; None of a row that couldn't be examined."""
+        """Return the ms in which the link carries a Row's bytes, by formula; None if the row couldn't be examined."""
         n_bytes = row.figure("wire_bytes_theory")
         return None if n_bytes is None else 1000 * 8 * n_bytes / self.bits_per_second
 
 
 def tuned_ddp(measured, sweep):
-    """Return the faster of DDP's rows: with buckets of the default size, or of the size that a sweep has chosen.
+    """Return the faster of DDP's two Rows: with buckets of the default size, or of the size that a sweep has chosen.
 
-    A sweep is short, so its size may turn out to be slower. Returns None without a sweep, or if DDP has no times.
+    A sweep is short, so the size that it has chosen may turn out to be slower. `sweep`: the Rows of a sweep, or None.
+    Returns None if nobody has swept, or if DDP has no times.
     """
     ddp_rows = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
     has_swept_size = any(row.row_id.bucket_mb is not None for row in ddp_rows)
@@ -54,7 +74,10 @@ def tuned_ddp(measured, sweep):
 
 
 def over_floor(measured, link, row):
-    """Return a row's time over the floor, the larger of computing alone and sending the row's bytes. None: unknown."""
+    """Return a Row's time divided by the floor; None if the floor isn't known.
+
+    The floor is the larger of the time of computing alone, in the row's dtype, and the time of sending the row's bytes.
+    """
     link_ms = link.ms(row)
     compute_only = measured.timed(COMPUTE_ONLY + ENDINGS[row.configuration.dtype])
     if not compute_only or link_ms is None:
@@ -63,13 +86,13 @@ def over_floor(measured, link, row):
 
 
 def stage4_over(measured, row):
-    """Return the time of stage 4, in the dtype of a row, over the time of that row. None: stage 4 wasn't timed."""
+    """Return the time of stage 4, in a Row's dtype, divided by that Row's time; None if stage 4 wasn't timed."""
     stage4 = measured.timed(OVERLAP + ENDINGS[row.configuration.dtype])
     return stage4.over(row) if stage4 else None
 
 
 def link_sheet(measured, link):
-    """Make the table of times over the floor, with stage 4 beside each row."""
+    """Make the table of a link: each row's time, that time divided by the floor, and stage 4's time divided by it."""
     return sheet_of(
         f"A link of {link.words}, {rounds_in_words(measured.settings)}", measured.rows, {
             "name": name_column(lambda row: row.row_id.label),
@@ -81,10 +104,11 @@ def link_sheet(measured, link):
 
 
 def ladder_sheet(measured, tuned):
-    """Make the measured columns of README's ladder, of which a rung is a row. `tuned`: DDP's row by `tuned_ddp`."""
+    """Make the measured columns of README's ladder. `tuned`: the Row that `tuned_ddp` returns, or None."""
     ddp = tuned or measured.timed(REFERENCE)
 
     def row_of(rung):
+        """Return the Row that a rung shows, or None. DDP is shown with its better buckets."""
         return ddp if rung.row == REFERENCE else measured.timed(rung.row)
 
     def peak(rung):
@@ -94,26 +118,30 @@ def ladder_sheet(measured, tuned):
     def time(rung):
         row = row_of(rung)
         return row.over(ddp) if row else None
+    # The first column has the heading "stage", and a rung's attribute `title` in each cell.
     return sheet_of("", catalogue.RUNGS, {
         "stage": name_column("title", "stage"), "peak": column("peak memory, MB", peak, form=".0f", unit=1e6),
         "time": column("time ÷ DDP's", time, form=".2f")})
 
 
-# -------------------------------------------------------------------------------------------------- One link to another
+# ------------------------------------------------------------------------------------------------------------ The curve
 
 
-# Name in table and picture -> name of the row, from the slowest to the fastest.
+# Name in the curve's table and picture -> name of the row, TUNED or FLOOR. In order, from the slowest to the fastest.
 CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, grad buffer": GRAD_BUFFER,
           "FSDP2": FSDP2, "DDP, default buckets": REFERENCE, "DDP, tuned buckets": TUNED, "stage 4, overlap": OVERLAP,
           FLOOR: FLOOR}
 
 
 def over_computing(measured, link, tuned):
-    """Return {name in the curve: time over the time of computing alone, or None where there is no time}."""
+    """Return {name in CURVES: the row's time divided by the time of computing alone; None where a time is missing}.
+
+    Computing alone must have been timed, and stage 4 examined.
+    """
     compute_only = measured.timed(COMPUTE_ONLY)
 
     def over_compute_only(row_name):
-        if row_name == FLOOR:
+        if row_name == FLOOR:  # stage 4's floor: 1, or more if sending takes longer than computing alone
             return max(1.0, link.ms(measured.find(OVERLAP)) / compute_only.median_ms)
         row = tuned if row_name == TUNED else measured.timed(row_name)
         return row.over(compute_only) if row else None
@@ -121,12 +149,16 @@ def over_computing(measured, link, tuned):
 
 
 def curve_sheet(measured, link, tuned):
-    """Make the curve's table with the column of this link alone. `tables.beside` puts columns of links together."""
+    """Make the curve's table with a column for this link only.
+
+    Its lines are the names in CURVES, and six facts of the measurement. A page puts the columns of all links together.
+    """
     stage4 = measured.timed(OVERLAP)
     over_tuned = stage4_over(measured, tuned) if tuned else None
     stage4_over_floor = over_floor(measured, link, stage4) if stage4 else None
     drain_ms = stage4.drain_ms if stage4 else None
     settings = measured.settings
+    # Name of the line -> text of its cell.
     texts = {title: cell_text(times, ".2f") for title, times in over_computing(measured, link, tuned).items()}
     texts |= {
         "stage 4 over tuned DDP": cell_text(over_tuned, ".2f"),
@@ -143,9 +175,9 @@ def curve_sheet(measured, link, tuned):
 
 
 def buckets_sheet(sweep, link):
-    """Make the table of time by size of bucket. Of stage 4, messages and memory stand there too."""
+    """Make the table of a sweep: DDP's and stage 4's times by size of bucket, and stage 4's messages and memory."""
     def cell_of(base, get):
-        """Return a function of a size: what `get` returns of the row with such buckets, or None without the row."""
+        """Return a function of a size: get(Row of the name `base` with buckets of that size), or None without a Row."""
         def cell(size):
             row = sweep.find(base, size)
             return get(row) if row else None
@@ -153,8 +185,10 @@ def buckets_sheet(sweep, link):
 
     def n_messages(row):
         n_by_kind = row.examined.collectives
-        return n_by_kind.get("send") or n_by_kind.get("reduce_scatter")  # on gloo ranks exchange sends
+        # On gloo stage 4 sends pieces from rank to rank in place of a reduce-scatter.
+        return n_by_kind.get("send") or n_by_kind.get("reduce_scatter")
     sizes_of_rows = {row.row_id.bucket_mb for row in sweep.rows}
+    # In the order of SIZES. None is the default size, and stands last.
     tried = [size for size in (*SIZES, None) if size in sizes_of_rows]
     return sheet_of(
         f"Bucket size, ms a step, {link.words}, {rounds_in_words(sweep.settings)}", tried, {
@@ -169,7 +203,7 @@ def buckets_sheet(sweep, link):
 
 
 def swept_times(sweep, base):
-    """Return [(index of the size in SIZES, ms), …] of the rows of a sweep with that `base`, in order."""
+    """Return [(index of the size of bucket in SIZES, ms), …] of the Rows of a sweep with the name `base`, in order."""
     points = []
     for row in sweep.rows:
         if row.row_id.base == base and row.rounds_ms:
@@ -182,10 +216,14 @@ def swept_times(sweep, base):
 
 
 def to_draw(measured, link, sweep, tuned):
-    """Return the raw numbers of pictures: recorded steps of the ladder, this link's points of the curve, the sweep."""
+    """Return the raw numbers of this link's pictures, as a Report keeps them under `drawn`; pictures.py draws them.
+
+    The pictures are recorded steps of rows of the ladder, this link's points of the curve, and the sweep. What wasn't
+    measured is left out.
+    """
     drawn = {"rate": link.words, "bits_per_second": link.bits_per_second}
     ladder = {base: measured.find(base) for base in catalogue.LADDER}
-    ladder[REFERENCE] = tuned or ladder[REFERENCE]  # a peer is shown at its best
+    ladder[REFERENCE] = tuned or ladder[REFERENCE]  # DDP, with which stages are compared, is shown at its best
     steps = [(row.row_id.name, row.step) for row in ladder.values() if row and row.step]
     if steps:
         drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "

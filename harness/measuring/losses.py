@@ -3,10 +3,19 @@
     python -m harness.measuring.losses [--json measured/losses.json]
 
 The program trains a small GPT on the source of Python's standard library, on two ranks. After the last step it measures
-the loss on text that no step has seen. Then DDP, stage 4 and variants/same_bits.py train on 1, 2, 4 and 8 ranks. With
-`--json results/losses.json`, `make report` writes the losses into variants/README.md, and draws the differences for
+the loss on text that no step has seen. Then DDP, stage 4 (the optimizer in stage4_overlap/) and variants/same_bits.py
+train on 1, 2, 4 and 8 ranks, and the program measures by how much the parameters differ from those on 1 rank. If you
+give --json results/losses.json, `make report` writes the losses into variants/README.md, and draws the differences for
 docs/same_bits.md.
 """
+# The words of this file:
+#   variant        an optimizer in a file of variants/
+#   configuration  a way to train: DDP, stage 4, or a variant
+#   build          a function of a model and AdamW's arguments, which returns a Training
+#   Training       an object with a model, an optimizer, and the parts of a step as methods
+#   rank           which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   workers        the ranks: workers.run(function, *arguments) calls function(rank, *arguments) on each of them, and
+#                  returns the results by rank; on_rank_0 does the same, and returns rank 0's result
 
 import contextlib
 import statistics
@@ -24,10 +33,12 @@ from harness.training.rows import ddp, ddp_summed_in_bf16, stage
 N_RANKS = 2
 SETTINGS = Settings("nano", batch_size=8, sequence_length=64, steps=300)
 SEEDS = range(3)  # of model and text
-BETAS2 = 0.95, 0.999  # of AdamW
+BETAS2 = 0.95, 0.999  # AdamW's beta2, by turns: the decay rate of its second moment
 FP32 = "stage 4, fp32"
 BF16 = "stage 4, bf16"
-CONFIGURATIONS = {  # name -> (build, name of the configuration of the same dtype to compare with)
+# Name -> (build, base). The base is the name of a configuration whose parameters have the same dtype, and with whose
+# loss this configuration's loss is compared. Models of the base BF16 have parameters in bf16, the other models in fp32.
+CONFIGURATIONS = {
     FP32: (stage(STAGE_4), FP32),
     "DDP": (ddp, FP32),
     "DDP, summed in bf16": (ddp_summed_in_bf16, FP32),
@@ -39,7 +50,7 @@ CONFIGURATIONS = {  # name -> (build, name of the configuration of the same dtyp
 
 
 def loss_of(rank, name, seed, beta2):
-    """Train a configuration. Returns the loss on this rank's part of the validation text."""
+    """Train the configuration `name`. Returns the loss on this rank's part of the validation text."""
     build, base = CONFIGURATIONS[name]
     settings = SETTINGS._replace(seed=seed)
     model = make_model(settings, rank, "bfloat16" if base == BF16 else "float32")
@@ -47,7 +58,7 @@ def loss_of(rank, name, seed, beta2):
     for batch in make_batches(settings, rank)[:settings.steps]:
         training.step(batch)
     training.finish()
-    _, validation = corpus.split(corpus.load_bytes())
+    _, validation = corpus.split(corpus.load_bytes())  # text to train on, text that no step has seen
     batches = corpus.validation_batches(validation, settings.batch_size, settings.sequence_length, rank.number,
                                         rank.world_size, rank.device)
     with torch.no_grad():
@@ -55,7 +66,7 @@ def loss_of(rank, name, seed, beta2):
 
 
 def measure_losses(workers):
-    """Train all configurations. Returns {(name, beta2): loss by seed}. A loss is the mean over the ranks."""
+    """Train all configurations. Returns {(name, beta2): [loss, …] by seed}. A loss is the mean over the ranks."""
     losses = {}
     for beta2 in BETAS2:
         for name in CONFIGURATIONS:
@@ -64,12 +75,13 @@ def measure_losses(workers):
 
 
 def loss_sheet(losses):
-    """Make the table of losses, {(name, beta2): loss by seed}."""
+    """Make the table of losses. `losses`: what `measure_losses` returns."""
     def losses_with(beta2):
+        """Return a function of a configuration's name: its losses with this beta2, by seed."""
         return lambda name: losses[name, beta2]
 
     def differences_with(beta2):
-        """Return a function of a configuration: how much more its loss is, by seed, than that of its base."""
+        """Return a function of a configuration's name: by how much its loss exceeds its base's loss, by seed."""
         def differences(name):
             _, base = CONFIGURATIONS[name]
             pairs = zip(losses[name, beta2], losses[base, beta2])
@@ -87,16 +99,21 @@ def loss_sheet(losses):
 # ------------------------------------------------------------------------------- The same steps on 1, 2, 4 and 8 ranks
 
 
-LEAVES = 8  # micro-batches of a step, on all ranks together
+# A leaf is a micro-batch. A step has LEAVES leaves on all ranks together, so any number of RANKS trains on the same
+# data. A sum of gradients in another order has other rounding errors. variants/same_bits.py adds the gradients of the
+# leaves in one order on any number of ranks, so its parameters should be the same to the bit. The parameters of DDP
+# and stage 4 differ.
+LEAVES = 8
 RANKS = 1, 2, 4, 8
-MAX_NORM = 1.0
+MAX_NORM = 1.0  # gradients are clipped to this norm
 BY_RANKS = Settings("nano", batch_size=2, sequence_length=32, steps=200)
 SAME_BITS = "same_bits"
+# Name -> build.
 METHODS = {"DDP": ddp, "stage 4": stage(STAGE_4), SAME_BITS: stage("variants.same_bits", leaves=LEAVES)}
 
 
 def params_by_step(rank, method):
-    """Train with `method`. Returns all parameters after each step, (steps, numel), as an array of numpy."""
+    """Train with METHODS[method]. Returns all parameters after each step, (steps, numel), as an array of numpy."""
     training = METHODS[method](make_model(BY_RANKS, rank, "float32"), adamw(BY_RANKS))
     text, _ = corpus.split(corpus.load_bytes())
     n_own_leaves = LEAVES // rank.world_size
@@ -104,12 +121,16 @@ def params_by_step(rank, method):
     batches_of_leaves = [
         corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
         for leaf in range(first_leaf, first_leaf + n_own_leaves)]
-    divisor = 1 if method == SAME_BITS else n_own_leaves  # same_bits divides by the leaves itself
+    # The gradient of a step is to be the mean over all leaves. DDP and stage 4 divide only by the number of ranks.
+    # same_bits divides by the number of leaves.
+    divisor = 1 if method == SAME_BITS else n_own_leaves
     params_after = []
     for step in range(BY_RANKS.steps):
         for batches in batches_of_leaves:
             is_last = batches is batches_of_leaves[-1]
-            with contextlib.nullcontext() if is_last else training.no_sync():
+            # Gradients are sent in the last backward pass of a step, and only add up in the passes before.
+            context = contextlib.nullcontext() if is_last else training.no_sync()
+            with context:
                 loss = training.forward(*batches.batch(step))
                 (loss / divisor).backward()
         clip(training, MAX_NORM)
@@ -120,8 +141,12 @@ def params_by_step(rank, method):
 
 
 def measure_differences():
-    """Train with each method on 1, 2, 4 and 8 ranks. Returns {name: largest difference from 1 rank, by step}."""
-    params_of_1_rank = {}
+    """Train with each method on 1, 2, 4 and 8 ranks.
+
+    Returns {"method, n ranks": [number, …] by step}. A number is the largest difference of any parameter from the same
+    parameter after the same step on 1 rank.
+    """
+    params_of_1_rank = {}  # method -> what `params_by_step` returns on 1 rank
     differences = {}
     for n_ranks in RANKS:
         with Workers(n_ranks, timeout_s=600) as workers:
@@ -136,7 +161,7 @@ def measure_differences():
 
 
 def describe(rank):
-    """Return the ranks, the model and the batch of the losses in words."""
+    """Say in words on which ranks, with which model and which batch the losses were measured."""
     numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
     return " · ".join([
         f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",

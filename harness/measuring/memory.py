@@ -7,6 +7,9 @@
         memory.mark("parameters", model.parameters())
         memory.by_kind() # {"parameters": bytes, …, REST: bytes of unmarked storages}; the sum is memory.live
 
+A storage is the block of memory in which torch keeps a tensor and all views of it. A main parameter is the fp32 copy of
+a 16-bit parameter: an optimizer updates it, and writes it rounded into the parameter.
+
 Memory counts what tensors hold, on a CPU as on a GPU. It doesn't count what a kernel needs only while the kernel runs,
 nor buffers of the communication library.
 """
@@ -21,36 +24,45 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-REST = "buffers"  # unmarked storages: after a step, those that belong neither to the model nor to an optimizer
+# The kind of storages that nobody has marked. After a step they belong neither to the model nor to an optimizer.
+REST = "buffers"
 
 
 class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
-    A view has the storage of its base, which is counted already. A storage that torch.from_dlpack makes in the memory
-    of another storage adds no bytes, either. Memory also sees operators that C++ calls, for autograd or for the buckets
-    of DistributedDataParallel. A tensor from before the start counts as soon as an operator returns the tensor or a
-    view of it, or `track` gets the tensor. The idea is from torch's own MemTracker.
+    Memory is a TorchDispatchMode: while it is entered, torch calls `__torch_dispatch__` in place of every operator,
+    also of operators that C++ calls, for autograd or for the buckets of DistributedDataParallel. A view has the storage
+    of its base, which is counted already. A storage that torch.from_dlpack makes in the memory of another storage adds
+    no bytes, either. A tensor from before the start counts as soon as an operator returns the tensor or a view of it,
+    or `track` gets the tensor. The idea is from torch's own MemTracker.
     """
 
     def __init__(self, device="cpu"):
         super().__init__()
         self.device = torch.device(device)
         self.live = self.peak = 0  # bytes that are alive now, and the most at one moment
-        self.lock = threading.RLock()  # gloo's threads free tensors at any moment, and `_set` runs there
-        self.counted = weakref.WeakKeyDictionary()  # storage -> [bytes that count for it]: the list outlives it
-        self.kinds = weakref.WeakKeyDictionary()  # storage -> kind, by `mark`
-        self.owners = weakref.WeakKeyDictionary()  # storage -> the storage in whose memory it lies
+        # gloo's threads free tensors at any moment, and `_set` then runs in such a thread. The lock is reentrant,
+        # because `_track` holds it while it calls `_set`.
+        self.lock = threading.RLock()
+        # Storage -> [bytes that count for it]. In a list, because `_set` needs a place to write when the storage is
+        # gone.
+        self.counted = weakref.WeakKeyDictionary()
+        self.kinds = weakref.WeakKeyDictionary()  # storage -> its kind, which `mark` writes
+        # Storage -> the storage in whose memory it lies. `_from_dlpack` writes it; other storages have their own
+        # memory.
+        self.owners = weakref.WeakKeyDictionary()
 
     def __enter__(self):
         if self.device.type == "cuda":
             forget_peaks(self.device)
-            # What `reserved` subtracts; on a CPU there is no such figure.
+            # `reserved` subtracts this figure. A CPU has no such figure.
             self.allocated_before = torch.cuda.memory_allocated(self.device)
-        # resize_ frees memory or takes memory, from_dlpack makes a second storage, and neither is an operator.
+        # resize_ frees or takes memory, from_dlpack makes a second storage. Neither is an operator, so while this
+        # Memory is entered, functions that count stand in for both.
         self.torchs_resize = torch.UntypedStorage.resize_
         self.torchs_from_dlpack = torch.from_dlpack
-        # A function, to which Python binds the storage as the first argument.
+        # A lambda, because Python passes the storage as the first argument to a function, and not to a bound method.
         torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
         torch.from_dlpack = self._from_dlpack
         return super().__enter__()
@@ -69,10 +81,11 @@ class Memory(TorchDispatchMode):
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 
     def reset_peak(self):
+        """Let `peak` be the most bytes that are alive at one moment from now on."""
         self.peak = self.live
 
     def settle(self):
-        """Wait until `live` stays the same for 60 ms, and return `live`: gloo frees tensors soon after wait()."""
+        """Wait until `live` stays the same for 60 ms, because gloo frees tensors soon after wait(). Returns `live`."""
         live = self.live
         n_unchanged = 0
         while n_unchanged < 3:
@@ -103,11 +116,15 @@ class Memory(TorchDispatchMode):
         return dict(by_kind)
 
     def hold(self, n_bytes):
-        """Add `n_bytes` to the live bytes; a negative number takes bytes away. The bytes may belong to no tensor."""
+        """Add `n_bytes` to the live bytes; a negative number takes bytes away.
+
+        The bytes may belong to no tensor: a dry run (harness/planning/alone.py) so counts activations.
+        """
         self.live += n_bytes
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Call the operator `function`, and count the tensors that it returns."""
         result = function(*args, **(kwargs or {}))
         self.track(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         return result
@@ -118,6 +135,7 @@ class Memory(TorchDispatchMode):
             storage = self._owner(storage)
             if storage not in self.counted:
                 self.counted[storage] = [0]
+                # When the storage is gone, 0 bytes count for it.
                 weakref.finalize(storage, self._set, self.counted[storage], 0)
             self._set(self.counted[storage], storage.nbytes())
 
@@ -133,25 +151,29 @@ class Memory(TorchDispatchMode):
             self.hold(added)
 
     def _resize(self, storage, size):
-        """Resize a storage as torch does, and count the new size."""
+        """Stand in for torch's resize_: resize a storage, and count the new size if the storage is counted."""
         self.torchs_resize(storage, size)
         if storage in self.counted:
             self._track(storage)
         return storage
 
     def _from_dlpack(self, source, **options):
-        """Make a tensor as torch does, and note in whose memory it lies."""
+        """Stand in for torch.from_dlpack: make a tensor, and note in whose memory it lies."""
         shared = self.torchs_from_dlpack(source, **options)
-        if isinstance(source, torch.Tensor) and not options:  # else it may be a copy, or no tensor's memory
+        # With options the tensor may be a copy. And another `source`, of numpy for example, has no storage.
+        if isinstance(source, torch.Tensor) and not options:
             self.owners[shared.untyped_storage()] = self._owner(source.untyped_storage())
         return shared
 
 
 def plain_tensors(tensor):
-    """Return the tensors that hold a tensor's memory. A DTensor's own storage has the whole size and no memory."""
+    """Return the tensors that hold a tensor's memory: the tensor, or the parts of a wrapper such as a DTensor.
+
+    A wrapper's own storage has the size of the whole tensor, and no memory.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    names_of_parts, _ = tensor.__tensor_flatten__()
+    names_of_parts, _ = tensor.__tensor_flatten__()  # the parts are attributes with these names
     plain = []
     for name in names_of_parts:
         part = getattr(tensor, name)
@@ -161,7 +183,10 @@ def plain_tensors(tensor):
 
 
 def mark_grads(memory, params):
-    """Mark the gradients of `params`. Stage 3 has them in `main_grad` where their dtype isn't the parameter's."""
+    """Mark the gradients of `params`, in `grad` or in `main_grad`.
+
+    The optimizer in stage3_gradbuffer/ keeps gradients in `main_grad` where their dtype isn't the parameter's.
+    """
     grads = [getattr(param, name, None) for param in params for name in ("grad", "main_grad")]
     memory.mark("gradients", [grad for grad in grads if grad is not None])
 
@@ -169,14 +194,17 @@ def mark_grads(memory, params):
 def mark_state(memory, optimizer):
     """Mark the state of `optimizer` and of the optimizers in it, and the gradients of the parameters that they update.
 
-    Main parameters are state, too. The model's own parameters, which some optimizers update, were marked before.
+    Main parameters are state, too. Where an optimizer updates the model's own parameters, the caller has marked these
+    as "parameters" before, and they keep that kind.
     """
-    for part in getattr(optimizer, "optimizers", ()):  # of Chained, for example
+    # guard/chained.py's Chained consists of several optimizers.
+    for part in getattr(optimizer, "optimizers", ()):
         mark_state(memory, part)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     values = tree_leaves([list(state.values()) for state in optimizer.state.values()])
     mark_grads(memory, params)
     memory.mark("state", params + [value for value in values if isinstance(value, torch.Tensor)])
+    # An optimizer of a folder stage*/ keeps the torch.optim.Optimizer that it wraps in an attribute.
     for inner in vars(optimizer).values():
         if isinstance(inner, torch.optim.Optimizer):
             mark_state(memory, inner)

@@ -2,10 +2,18 @@
 
     python -m harness.measuring.overhead [--params 1000 10000] [--json PATH]         # or: make bench WHAT=small
 
-The program times steps with a clip on ranks of this machine, by DDP and by stages 3 and 4: at which size is a model too
-small? `measure_host` makes the table "host" of `make bench` and `make bench WHAT=cuda`. There one process plays rank 0
-of 8, the messages go nowhere, and the model's tensors are tiny: launches, hooks and wrappers are left.
+The program times steps that clip gradients, on ranks of this machine, by DDP and by stages 3 and 4 (the optimizers in
+stage3_gradbuffer/ and stage4_overlap/): at which size is a model too small for them? `measure_host` makes the table
+"host" of `make bench` and `make bench WHAT=cuda`. There one process plays rank 0 of 8, its messages go nowhere, and the
+model's tensors are tiny, so what takes time is Python: launches of kernels, hooks, and what is wrapped around AdamW.
 """
+# The words of this file:
+#   row       a way to train; harness/training/rows.py, the catalogue, lists all of them
+#   method    the first half of this file, about small models, calls its three rows methods
+#   build     a function of a model and AdamW's arguments, which returns a Training
+#   Training  an object with a model, an optimizer, and the parts of a step as methods
+#   rank      which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   column    describes a column of a table: a title, a function of a row, where the numbers come from, and their format
 
 import functools
 import math
@@ -18,7 +26,7 @@ from harness import STAGE_1, STAGE_2, STAGE_3, STAGE_4
 from harness.ranks import command_line
 
 SIZES = [1_000, 10_000, 100_000, 1_000_000, 3_000_000, 10_000_000]
-fail = functools.partial(command_line.fail, "small")
+fail = functools.partial(command_line.fail, "small")  # ends the program, with a message and exit code 2
 
 
 def options():
@@ -42,22 +50,26 @@ from harness.ranks.meeting import rank_0_of
 from harness.ranks.workers import Workers, on_rank_0
 from harness.training import rows as catalogue
 
-WARMUP_STEPS = 5
+WARMUP_STEPS = 5  # of each method and each row, before the steps that are timed
 
 # -------------------------------------------------------------------------------------------------------- Small models
 
 
 N_LAYERS = 4
 BATCH_SIZE = 32
-ROUNDS = 5  # in each, every method is timed once
-STEPS = 40  # timed in a round
+ROUNDS = 5  # in each round every method is timed once
+STEPS = 40  # of each method that are timed in a round
 DDP = "DDP"
+# Name -> build. With `prefetch`, stage 4's gathered parameters arrive during the next forward pass.
 METHODS = {DDP: catalogue.ddp, "stage 3": catalogue.stage(STAGE_3), "stage 4": catalogue.stage(STAGE_4, prefetch=True)}
 
 
 def time_method(rank, method, numel):
-    """Time steps of a model of `numel` parameters. Returns the median time on the slowest rank, in ms."""
-    width = math.isqrt(numel // N_LAYERS)
+    """Time steps of METHODS[method] with a model of about `numel` parameters, on every rank.
+
+    Returns the median time of a step on the slowest rank, in ms.
+    """
+    width = math.isqrt(numel // N_LAYERS)  # a layer has width² weights
     torch.manual_seed(0)
     layers = []
     for _ in range(N_LAYERS):
@@ -65,6 +77,7 @@ def time_method(rank, method, numel):
     training = METHODS[method](nn.Sequential(*layers).to(rank.device), {"fused": True})
 
     def step(x):
+        """Train a step. The mean of squared outputs stands for a loss."""
         training.forward(x).square().mean().backward()
         clip(training, 1.0)
         training.update()
@@ -73,12 +86,13 @@ def time_method(rank, method, numel):
     batches = torch.randn(WARMUP_STEPS + STEPS, BATCH_SIZE, width, device=rank.device)
     for x in batches[:WARMUP_STEPS]:
         step(x)
+    # The second value is the time to wait for what the last step has sent.
     step_ms, _ = time_warm_steps(rank, step, batches[WARMUP_STEPS:], training.finish)
     return step_ms
 
 
 def measure_small(workers, sizes):
-    """Time every method in turn, for each size. Returns {method: {numel: ms by round}}."""
+    """Time every method in turn, for each size. Returns {name of the method: {numel: [ms of each round]}}."""
     ms_of = {method: {numel: [] for numel in sizes} for method in METHODS}
     for numel in sizes:
         for _ in range(ROUNDS):
@@ -88,13 +102,13 @@ def measure_small(workers, sizes):
 
 
 def small_sheet(ms_of):
-    """Make the table of small models. `ms_of`: {method: {numel: ms by round}}."""
+    """Make the table of small models, with a line for each size. `ms_of`: what `measure_small` returns."""
     ddp_ms = ms_of[DDP]
     columns = {"model": name_column("{:,}".format, "parameters"),
                DDP: column("DDP, ms", ddp_ms.get, "measured", ".2f")}
 
     def over_ddp(method):
-        """Return a function of a size: in each round, the method's time over DDP's."""
+        """Return a function of a size: for each round the method's time divided by DDP's."""
         return lambda numel: [ms / ms_of_ddp for ms, ms_of_ddp in zip(ms_of[method][numel], ddp_ms[numel])]
     for method in METHODS:
         if method != DDP:
@@ -106,13 +120,16 @@ def small_sheet(ms_of):
 
 
 N_TENSORS = 340
-SIDE = 16  # rows and columns of each matrix
-BLOCK = 20  # matrices in a block, which is a unit of FSDP2
+SIDE = 16  # each matrix is SIDE x SIDE
+BLOCK = 20  # matrices in a block; FSDP2 gathers and frees the parameters of a block together
 N_PLAYED_RANKS = 8
-HOST_STEPS = 60  # of each row
+HOST_STEPS = 60  # of each row that are timed
 PLAIN = "plain AdamW"
 ADAMW = {"lr": 1e-3, "fused": True}
-ROWS = {  # name -> build(model, AdamW's arguments)
+# Name -> build. `is_alone`: DDP gets a gloo group of this process alone, because DDP can't work with ranks whose
+# messages go nowhere. "core": a stage without its guard, the code that refuses wrong use. `bucket_cap_mb`: the size of
+# a bucket, in which stage 4 sends gradients, in MiB.
+ROWS = {
     PLAIN: catalogue.compute_only,
     catalogue.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
     catalogue.ZERO: functools.partial(catalogue.ddp_and_zero, is_alone=True),
@@ -127,20 +144,25 @@ ROWS = {  # name -> build(model, AdamW's arguments)
 
 
 class Chain(nn.Module):
-    """A model of N_TENSORS matrices, one after the other, in blocks. Input: (1, SIDE), and targets, which are None."""
+    """A model of N_TENSORS matrices, one after the other, in blocks. Its input is (1, SIDE).
+
+    `blocks` has this name because FSDP2's row in the catalogue treats each of `model.blocks` as a unit. `forward`
+    returns a loss; the targets, which a Training passes on to the model, are None.
+    """
 
     def __init__(self):
         super().__init__()
         matrices = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(N_TENSORS)]
         starts = range(0, N_TENSORS, BLOCK)
-        self.blocks = nn.Sequential(*(nn.Sequential(*matrices[start : start + BLOCK]) for start in starts))
+        blocks = [nn.Sequential(*matrices[start : start + BLOCK]) for start in starts]
+        self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x, targets):
         return self.blocks(x).sum()
 
 
 class StepTimes(NamedTuple):
-    """Seconds of the host in each phase of a step."""
+    """Seconds that the host, the CPU side of a rank, spends in each phase of a step."""
     forward: float
     backward: float
     step: float
@@ -148,17 +170,18 @@ class StepTimes(NamedTuple):
 
     @property
     def whole(self):
+        """Return the seconds of the whole step."""
         return sum(self)
 
 
 def timed_step(training, x):
-    """Run a step. Returns StepTimes."""
+    """Train a step on the input `x`. Returns StepTimes."""
     start = time.perf_counter()
     loss = training.forward(x, None)
     after_forward = time.perf_counter()
     loss.backward()
     after_backward = time.perf_counter()
-    del loss
+    del loss  # drops the graph of the backward pass
     training.update()
     after_step = time.perf_counter()
     training.zero_grad()
@@ -168,7 +191,7 @@ def timed_step(training, x):
 
 
 def measure_host(device):
-    """Time all rows in turn, step by step, as rank 0 of N_PLAYED_RANKS. Returns a Sheet."""
+    """Time all rows in turn, a step of each, as rank 0 of N_PLAYED_RANKS. Returns a Sheet, which is a table."""
     with rank_0_of(N_PLAYED_RANKS):
         training_of = {name: build(Chain().to(device), ADAMW) for name, build in ROWS.items()}
         x = torch.ones(1, SIDE, device=device)
@@ -180,32 +203,39 @@ def measure_host(device):
                     torch.cuda.synchronize()  # not timed, because the host waits for the GPU
         for training in training_of.values():
             training.finish()
-        training_of.clear()  # before their group ends
+        training_of.clear()  # the trainings go before the process group ends, which some of them use
     return host_sheet({name: steps[WARMUP_STEPS:] for name, steps in steps_of.items()})
 
 
 def host_sheet(steps_of):
-    """Make the table of host times. `steps_of`: {name of a row: StepTimes of each step}."""
+    """Make the table of host times. `steps_of`: {name of a row: [StepTimes of each step]}."""
     def best(name, phase):
-        """Return the shortest time of a phase, or of the whole step, in seconds."""
+        """Return the shortest time of a row's phase in seconds; the phase "whole" is the step."""
         return min(getattr(step, phase) for step in steps_of[name])
 
     def best_ms(phase):
+        """Return a function of a row's name: the shortest time of this phase, in ms."""
         return lambda name: 1e3 * best(name, phase)
 
     def median_ms(name):
         return 1e3 * statistics.median(step.whole for step in steps_of[name])
+
+    def over_plain(name):
+        return best(name, "whole") / best(PLAIN, "whole")
+
+    def us_per_tensor(name):
+        return 1e6 * best(name, "whole") / N_TENSORS
+
+    titles = {"forward": "forw.", "backward": "backw.", "step": "step", "zero_grad": "zero", "whole": "whole"}
+    columns = {"name": name_column(str)}
+    for phase, title in titles.items():
+        columns[phase] = column(title, best_ms(phase), form=".2f")
+    columns["over_plain"] = column("x plain", over_plain, form=".2f")
+    columns["median"] = column("median", median_ms, form=".2f")
+    columns["per_tensor"] = column("µs/tensor", us_per_tensor, form=".0f")
     return sheet_of(
         f"Best host time of a step, ms, measured: {N_TENSORS} tensors of {SIDE} x {SIDE}, rank 0 of {N_PLAYED_RANKS}",
-        steps_of, {
-            "name": name_column(str), "forward": column("forw.", best_ms("forward"), form=".2f"),
-            "backward": column("backw.", best_ms("backward"), form=".2f"),
-            "step": column("step", best_ms("step"), form=".2f"),
-            "zero_grad": column("zero", best_ms("zero_grad"), form=".2f"),
-            "whole": column("whole", best_ms("whole"), form=".2f"),
-            "over_plain": column("x plain", lambda name: best(name, "whole") / best(PLAIN, "whole"), form=".2f"),
-            "median": column("median", median_ms, form=".2f"),
-            "per_tensor": column("µs/tensor", lambda name: 1e6 * best(name, "whole") / N_TENSORS, form=".0f")},
+        steps_of, columns,
         [f"Best of {HOST_STEPS} steps, all rows in turn; median and µs a tensor: of the whole step. "
          "Messages go nowhere; ddp is in a group of one, on gloo. Buckets of stage 4: 0.02 MiB."])
 

@@ -4,6 +4,15 @@
 
 Exit code: 0; 1 when a row is wrong or fails, or a host can't be made; 2 for bad input.
 """
+# The words of this file:
+#   row     a way to train, listed with its name in harness/training/rows.py, the catalogue
+#   RowId   the name of a row, `base`, and maybe a size of bucket
+#   bucket  the unit in which DDP and stage 4 (the optimizer in stage4_overlap/) send gradients
+#   sweep   a short measurement of DDP and stage 4 with buckets of several sizes
+#   curve   a picture of the time of a step on links of several rates
+#   ladder  the table of DDP and the stages in README.md
+#   host    a network namespace of Linux, in which processes see a network of their own, as on another machine
+#   rank    a process that trains; here the number of that process
 
 import ctypes
 import functools
@@ -18,7 +27,7 @@ from harness.ranks import command_line
 from harness.ranks.command_line import COUNT
 from harness.training.options import MODELS
 
-fail = functools.partial(command_line.fail, "network")
+fail = functools.partial(command_line.fail, "network")  # ends the program, with a message and exit code 2
 
 
 def options():
@@ -70,6 +79,8 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 FIRST_ROWS = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, FSDP2_RESHARD, REPLICATED,
                                        NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, "owner reduce")]
 LAST_ROWS = [RowId(name) for name in (*HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16)]
+# Measured if --rows doesn't say otherwise. Of "owner reduce" there are two rows: with its default buckets, and of 2
+# MiB.
 ROWS = [*FIRST_ROWS, RowId("owner reduce", 2), *LAST_ROWS]
 # The rows of results/curve.svg, which --rows curve measures.
 CURVE = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, REPLICATED, ALL_GATHER, GRAD_BUFFER, OVERLAP, FSDP2)]
@@ -84,8 +95,9 @@ TUNED = [REFERENCE, ZERO]  # these rows are also measured with the bucket size t
 
 
 def parse():
+    """Return the options, after a check. Wrong options end the program."""
     args = options()
-    link_of(args.rate)  # refuses a wrong rate
+    link_of(args.rate)  # ends the program if the rate is wrong
     names = [row_id.name for row_id in [*ROWS, *VARIANTS]]
     if args.rows != "curve" and not any(is_asked(args.rows, name) for name in names):
         fail(f"--rows {args.rows!r}: no row has that in its name; there are {', '.join(names)}")
@@ -94,15 +106,16 @@ def parse():
 
 
 def link_of(rate):
-    """Parse "300mbit". Returns a Link."""
+    """Parse a rate such as "300mbit". Returns a Link. A wrong rate ends the program."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    bits_per_second = float(match[1]) * UNITS[match[2]] if match else 0
+    bits_per_second = float(match[1]) * UNITS[match[2]] if match else 0  # 0: no rate, which is refused
     if not 1e3 <= bits_per_second <= 1e12:
         fail(f"--rate {rate}: write a number and kbit, mbit or gbit, like 300mbit; from 1kbit to 1000gbit")
     return Link(rate, bits_per_second)
 
 
-# -------------------------------------------------- Two network namespaces of Linux, and a link between them of a rate
+# --------------------------------------- Two network namespaces of Linux, and between them a link that has the asked
+# rate
 
 
 NETWORK = "10.99.0.0/24"  # inside the namespaces: no other program sees these addresses
@@ -112,16 +125,18 @@ CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 class Hosts:
-    """Makes two network namespaces, and a link between them, while entered. `names`: as `ip netns` knows them.
+    """Makes two network namespaces, and a link between them, while entered.
 
-    Only SIGKILL to this process leaves the namespaces there, until `ip netns delete` removes them.
+    The link is a pair of virtual network devices, one in each namespace. If this process gets SIGKILL, the namespaces
+    stay until `ip netns delete` removes them.
     """
 
     def __init__(self, rate, ranks_per_host=1):
-        self.rate = rate
+        self.rate = rate  # as tc writes it
         self.ranks_per_host = ranks_per_host
-        self.names = [f"dopt-{os.getpid()}-{host}" for host in "ab"]
-        self.links = [f"dopt{os.getpid()}{host}" for host in "ab"]  # at most 15 characters
+        self.names = [f"dopt-{os.getpid()}-{host}" for host in "ab"]  # of the namespaces, for `ip netns`
+        # Names of the two devices, the ends of the link. Linux allows at most 15 characters.
+        self.links = [f"dopt{os.getpid()}{host}" for host in "ab"]
 
     def __enter__(self):
         try:
@@ -129,15 +144,16 @@ class Hosts:
                 run("ip", "netns", "add", name)
             run("ip", "link", "add", self.links[0], "netns", self.names[0], "type", "veth",
                 "peer", "name", self.links[1], "netns", self.names[1])
-            for name, link, address in zip(self.names, self.links, ADDRESSES):
-                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+            for name, device, address in zip(self.names, self.links, ADDRESSES):
+                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
                 run("ip", "-n", name, "link", "set", "lo", "up")
-                run("ip", "-n", name, "link", "set", link, "up")
-                run("ip", "-n", name, "route", "change", NETWORK, "dev", link, "congctl", TCP)
-                # A megabyte may be sent at once. A packet that would wait longer than 50 ms is dropped.
-                run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate,
+                run("ip", "-n", name, "link", "set", device, "up")
+                run("ip", "-n", name, "route", "change", NETWORK, "dev", device, "congctl", TCP)
+                # A token bucket filter (tbf) limits the rate at which this end sends. A megabyte may be sent at once. A
+                # packet that would wait longer than 50 ms is dropped.
+                run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", "rate", self.rate,
                     "burst", "1mb", "latency", "50ms")
-        except BaseException:
+        except BaseException:  # also Ctrl-C
             self.__exit__()
             raise
         return self
@@ -155,9 +171,13 @@ class Hosts:
                 signal.signal(number, handler)
 
     def enter(self, rank):
-        """Move the process of a rank to the rank's host. Each host has every second core of the machine."""
+        """Move the process that calls this, of rank number `rank`, to the rank's host. Workers calls it at the start.
+
+        Each host has every second core of the machine.
+        """
         host = rank // self.ranks_per_host
         with open(Path("/run/netns", self.names[host])) as namespace:
+            # C's setns(), because Python has it only from 3.12 on. It returns 0, or -1 on an error.
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"setns {self.names[host]}")
         cores = sorted(os.sched_getaffinity(0))[host::2]
@@ -167,8 +187,8 @@ class Hosts:
 
 
 def run(*command):
-    """Run a command of iproute2. Returns what the command prints. Raises OSError, in one line."""
-    # In a new session, which Ctrl-C doesn't reach.
+    """Run a command of iproute2. Returns what the command prints. If the command fails, raises OSError, in one line."""
+    # The command runs in a new session, which Ctrl-C doesn't reach.
     process = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if process.returncode:
         raise OSError(f"{' '.join(command)}: {process.stderr.strip()}")
@@ -178,39 +198,46 @@ def run(*command):
 # ---------------------------------------------------------------------------------------- What is measured on two hosts
 
 
-SWEEP_STEPS = 3  # at most, in one round: a sweep only chooses a size, and the row with that size is measured as usual
-TIMEOUT_S = 600  # of one collective: on a slow link a step takes a minute
-LIMIT_S = 3600  # of one row
+# A sweep times one round of at most so many steps. It only chooses a size; the row with that size is measured as usual.
+SWEEP_STEPS = 3
+TIMEOUT_S = 600  # limit for one collective: on a slow link a step takes a minute
+LIMIT_S = 3600  # limit for one call of a function on all ranks, which measures one row
 
 
 def measure(args):
-    """Make two hosts, start ranks on them, and measure all rows in turn. Returns (Rows, Report).
+    """Make two hosts, start ranks on them, and measure all rows in turn.
 
-    Raises WorkerError if a rank fails, OSError if a host can't be made.
+    Returns (Rows, Report): all measurements, and the tables that are saved and shown. Raises WorkerError if a rank
+    fails outside of a row, OSError if a host can't be made.
     """
     settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
     link = link_of(args.rate)
     is_curve = args.rows == "curve"
-    sweep = None
-    tuned = []
+    sweep = None  # the Rows of a sweep
+    tuned_ids = []  # RowIds of TUNED with the size of bucket that the sweep has chosen
+    # A rank that starts calls hosts.enter with its number.
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, TIMEOUT_S, LIMIT_S, hosts.enter) as workers:
         if args.sweep:
             short_settings = settings._replace(rounds=1, steps=min(args.steps, SWEEP_STEPS))
             sweep = every_row.measure_rows(workers, short_settings, SWEPT_FOR_CURVE if is_curve else SWEPT)
-            tuned = tuned_row_ids(sweep)
-        row_ids = rows_to_measure(args, tuned)
+            tuned_ids = tuned_row_ids(sweep)
+        row_ids = rows_to_measure(args, tuned_ids)
         measured = every_row.measure_rows(workers, settings, row_ids, recorded=() if args.rows else RECORDED)
-        n_cores = on_rank_0(workers, count_cores)
+        n_cores = on_rank_0(workers, count_cores)  # of one host
     return measured, report_of(measured, link, sweep, n_cores)
 
 
 def count_cores(rank):
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def tuned_row_ids(sweep):
-    """Return the rows of TUNED with the bucket size that was DDP's fastest in a sweep; [] if the default was that."""
+    """Return RowIds of TUNED with the size of bucket with which DDP was fastest in a sweep.
+
+    Returns [] if DDP was fastest with the default size, or has no times.
+    """
     ddp_rows = [row for row in sweep.rows if row.row_id.base == REFERENCE]
     fastest = min(ddp_rows, key=lambda row: row.median_ms)
     size = fastest.row_id.bucket_mb
@@ -219,8 +246,8 @@ def tuned_row_ids(sweep):
     return [RowId(base, size) for base in TUNED]
 
 
-def rows_to_measure(args, tuned):
-    """Return the RowIds that --rows asks for. Behind each stands the same row with the `tuned` size of bucket."""
+def rows_to_measure(args, tuned_ids):
+    """Return the RowIds that --rows asks for. Behind a row stands its RowId in `tuned_ids`, if there is one."""
     if args.rows == "curve":
         asked = CURVE
     elif args.rows:
@@ -231,23 +258,24 @@ def rows_to_measure(args, tuned):
     with_tuned = []
     for row_id in asked:
         with_tuned.append(row_id)
-        with_tuned += [other for other in tuned if other.base == row_id.name]
+        with_tuned += [tuned_id for tuned_id in tuned_ids if tuned_id.base == row_id.name]
     return with_tuned
 
 
 def report_of(measured, link, sweep, n_cores):
-    """Make the tables of what was measured."""
+    """Make a Report of what was measured: its tables, its conditions in words, and what pictures need."""
     sheets = {"rows": every_row.rows_sheet(measured), "link": links.link_sheet(measured, link)}
     if sweep:
         sheets["buckets"] = links.buckets_sheet(sweep, link)
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)
-    tuned = links.tuned_ddp(measured, sweep)
+    tuned = links.tuned_ddp(measured, sweep)  # DDP's faster Row; None if nobody has swept
     stage4 = measured.timed(OVERLAP)
     if stage4 and measured.timed(COMPUTE_ONLY) and measured.timed(ALL_GATHER):
         sheets["curve"] = links.curve_sheet(measured, link, tuned)
     if all(measured.find(name) for name in LADDER):
         sheets["ladder"] = links.ladder_sheet(measured, tuned)
+    # The time of stage 4 over that of tuned DDP, which a page says in a sentence.
     figures = {"over_tuned": f"{stage4.over(tuned):.2f}"} if stage4 and tuned else {}
     words = measured.words(f" on 2 hosts of {n_cores} core(s), TCP {TCP}")
     return Report(measured.conditions.made, sheets, words, figures, links.to_draw(measured, link, sweep, tuned))

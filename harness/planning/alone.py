@@ -1,8 +1,19 @@
 """Plays rank 0 of d ranks in one process, without memory or network, to count bytes and list events.
 
-A row is a way to train, by its name in harness/training/rows.py. A dry run trains a row for two steps, on tensors that
-have sizes and no memory, so nothing is computed and nothing is sent. Stages run as their cores, without the guards that
-refuse wrong use.
+A dry run trains for two steps on tensors that have sizes and no memory, those of torch's device "meta". So nothing is
+computed and nothing is sent. plan.py and bench.py make tables of what dry runs count; replay.py plays the events of a
+dry run with the speed of real machines.
+
+    row               a way to train, with a name, in harness/training/rows.py, which is the catalogue here
+    RowId             the name of a row, and maybe the size of a bucket
+    bucket            the unit in which DDP and stage 4 send gradients
+    stage             an optimizer of this project, in a folder stage*/
+    core              a stage's algorithm, the class ShardedOptimizer, which dry runs call
+    guard             the code around a core that refuses wrong use; dry runs are without it
+    main parameter    the fp32 copy of a 16-bit parameter, which an optimizer updates and then rounds into the parameter
+    work              what torch returns for a collective in flight: an object, on which a rank waits
+    micro-batch       what one forward and one backward pass train on; several may make up a step
+    transport         the class by which stage 4 sends; Exchange is the transport for gloo
 """
 
 import functools
@@ -19,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import stage4_overlap
-from harness.measuring.ledger import Ledger
+from harness.measuring.ledger import Ledger, named_arguments
 from harness.measuring.memory import Memory, mark_grads, mark_state
 from harness.publishing.tables import TEXT, Marked, column, name_column, sheet_of
 from harness.ranks.meeting import rank_0_of
@@ -33,69 +44,78 @@ from stage4_overlap.transport import Exchange
 
 
 class Event(NamedTuple):
-    """What rank 0 does at one moment of a step. Each field says which events have it."""
+    """What rank 0 does at one moment of a step. The comment on a field says for which values of `what` it is set."""
     what: str  # "compute"; "launch": a collective leaves; or "wait": computing stops until a message has arrived
-    phase: str  # of all events: "forward", "backward" or "step"
-    flops: float = 0  # compute
-    n_bytes: int = 0  # compute: bytes that are read and written; launch: bytes of the full tensor
-    kind: str = ""  # launch: of the collective, such as "all_gather"; between two ranks "send" or "recv"
-    index: int = 0  # launch: its number in the step; wait: the number of the launch that is waited for
-    lag: int = 0  # wait: 1 if that launch was in the step before
+    phase: str  # always set: "forward", "backward" or "step"
+    flops: float = 0  # compute: floating-point operations
+    n_bytes: int = 0  # compute: bytes that are read and written in memory; launch: bytes of the full tensor
+    kind: str = ""  # launch: kind of the collective, such as "all_gather"; between two ranks "send" or "recv"
+    index: int = 0  # launch: its number among the launches of the step; wait: the number of the awaited launch
+    lag: int = 0  # wait: how many steps ago the awaited launch was, 0 or 1
     group_size: int = 0  # launch: how many ranks take part
-    stride: int = 1  # launch: one of every `stride` ranks takes part
+    stride: int = 1  # launch: of every `stride` neighbouring ranks one takes part
 
 
 class Cost(NamedTuple):
-    """What a micro-batch costs."""
-    activations: float = 0  # bytes, at their peak
-    flops: float = 0  # of the forward pass
+    """What a micro-batch costs in a model."""
+    activations: float = 0  # bytes of activations, at their peak
+    flops: float = 0  # floating-point operations of the forward pass; the backward pass takes twice as many
 
 
 class Recorded(NamedTuple):
     """The second step of a dry run."""
-    numel: int  # elements of the model's parameters
-    held: dict  # {kind of memory: bytes after the step}
+    numel: int  # number of elements of the model's parameters
+    held: dict  # {kind of memory: bytes after the step}: see `held_by`
     theory: float  # bytes after the step by the row's formula
-    peak: float  # the most bytes at one moment, activations included
-    events: list
+    peak: float  # the most bytes at one moment of the step, activations included
+    events: list  # of Events, in order
 
     @property
     def bytes_per_param(self):
+        """Return the bytes after the step, for each element of the parameters."""
         return sum(self.held.values()) / self.numel
 
 
-# A work is what torch returns for a collective in flight: a rank waits on it. DryRun keeps so many of the last works,
-# because torch's C++ loses a work whose Python object is gone.
+# A DryRun keeps so many of the last works alive, because torch's C++ loses a work whose Python object is gone.
 WORKS_KEPT = 64
-FP32_BYTES = 4
+FP32_BYTES = 4  # of one value
 
 
 class DryRun(Memory):
-    """Is a TorchDispatchMode, which sees every operator: it counts memory, lists events, and sends nothing."""
+    """Counts memory, lists events, and sends nothing.
+
+    A Memory, which counts bytes, is a TorchDispatchMode: torch calls `__torch_dispatch__` in place of every operator.
+    """
 
     def __init__(self):
         super().__init__()
-        self.last_works = deque(maxlen=WORKS_KEPT)  # FakeWorks
-        self.ledger = Ledger()  # knows the kind and the bytes of a collective from its arguments
+        self.last_works = deque(maxlen=WORKS_KEPT)  # FakeWorks; never read
+        # A Ledger lists collectives. Here only its `entry_of` is called, which tells the kind and the bytes of a
+        # collective from the arguments of its operator.
+        self.ledger = Ledger()
         self.begin_step(0)
 
-    # Without this torch guards every operator against being compiled, which takes most of the time.
+    # torch asks this private method. Without it, torch protects every operator from being compiled, which takes most of
+    # the time of a dry run.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
-    def begin_step(self, number):
-        self.number = number  # of the step
-        self.phase = "forward"  # `record` sets the next phases
+    def begin_step(self, step_number):
+        """Begin a step, and forget the events of the step before."""
+        self.step_number = step_number
+        self.phase = "forward"  # the function `record` sets the next phases
         self.events = []  # of this step
-        self.awaited_by_ddp = []  # (step, index) of launches for which DDP waits at the end of the backward pass
-        self.n_launched = 0  # collectives of this step
+        # (number of the step, index of the launch) of launches for which DDP waits at the end of the backward pass.
+        # FakeWork.get_future adds them; the function `record` makes "wait" events of them.
+        self.awaited_by_ddp = []
+        self.n_launched = 0  # number of collectives launched in this step so far
         self.reset_peak()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Call the operator `function`, and add an event. A collective, an operator of c10d, is not called."""
         kwargs = kwargs or {}
         if function.namespace == "prim":  # asks for a property of a tensor
             return function(*args, **kwargs)
-        names = [argument.name for argument in function._schema.arguments]
-        arguments = {**dict(zip(names, args)), **kwargs}
+        arguments = named_arguments(function._schema, args, kwargs)
         if function.namespace == "c10d":
             return self.launch(function._schema, args, arguments)
         result = function(*args, **kwargs)
@@ -104,41 +124,44 @@ class DryRun(Memory):
         return result
 
     def compute(self, flops, n_bytes):
-        """Add an event, except for an operator that computes nothing, such as a view."""
+        """Add a "compute" event, except for an operator that computes nothing, such as a view."""
         if flops or n_bytes:
             self.events.append(Event("compute", self.phase, flops, n_bytes))
 
     def launch(self, schema, args, arguments):
-        """Add an event for a collective. Returns what the collective returns: a work, or tensors and a work."""
+        """Add a "launch" event. Returns what the collective would return: a work, or tensors and a work.
+
+        C++ takes and returns a work in a box, a torch.ScriptObject.
+        """
         entry = self.ledger.entry_of(schema.name, arguments)
         kind = entry.kind
-        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # goes from one rank to the other
+        if kind in ("broadcast", "reduce") and entry.group_size == 2:  # is a message from one rank to the other
             rank_0_is_root = arguments["root_rank"] == 0
-            root_sends = kind == "broadcast"
+            root_sends = kind == "broadcast"  # in a reduce the root receives
             kind = "send" if rank_0_is_root == root_sends else "recv"
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))
-        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1  # the ranks of a group have equal distances
         self.events.append(Event("launch", self.phase, n_bytes=entry.size, kind=kind, index=self.n_launched,
                                  group_size=entry.group_size, stride=stride))
-        work = FakeWork(self, args[0])
+        work = FakeWork(self, args[0])  # the first argument has the tensors that the operator writes
         self.n_launched += 1
         self.last_works.append(work)
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
 
-    def wait(self, number, index):
-        """Add an event: the rank waits for launch `index` of step `number`."""
-        self.events.append(Event("wait", self.phase, index=index, lag=self.number - number))
+    def wait(self, step_number, index):
+        """Add a "wait" event: the rank waits for launch `index` of step `step_number`."""
+        self.events.append(Event("wait", self.phase, index=index, lag=self.step_number - step_number))
 
 
 class FakeWork(dist.Work):
-    """Is the work of a collective that a DryRun launches. A call of `wait` becomes an event."""
+    """Is the work of a collective that a DryRun launches. A call of `wait` adds a "wait" event to the DryRun."""
 
     def __init__(self, dry_run, tensors):
         super().__init__()
         self.dry_run = dry_run
-        self.step_and_index = (dry_run.number, dry_run.n_launched)  # numbers of the step, and of the launch in it
-        self.tensors = tensors  # stay alive until the rank has waited
-        self.has_arrived = False
+        self.step_and_index = (dry_run.step_number, dry_run.n_launched)  # number of the step, index of the launch in it
+        self.tensors = tensors  # of the collective: they stay alive until the rank has waited, as in a real run
+        self.has_arrived = False  # as `is_completed` said last; a wait for what has arrived is no event
 
     def wait(self, timeout=None):
         if not self.has_arrived:
@@ -147,13 +170,20 @@ class FakeWork(dist.Work):
         return True
 
     def is_completed(self):
-        """Return whether two more collectives were launched since, or a step began: then this one counts as arrived."""
-        second_last_launch = (self.dry_run.number, self.dry_run.n_launched - 2)
+        """Return whether this collective has arrived. The row "owner reduce" asks.
+
+        In a dry run nothing arrives, so there is a rule: a collective has arrived when two more collectives were
+        launched after it, or the next step has begun.
+        """
+        second_last_launch = (self.dry_run.step_number, self.dry_run.n_launched - 2)
         self.has_arrived = self.step_and_index < second_last_launch
         return self.has_arrived
 
     def get_future(self):
-        """Return a future that has the result at once, for DDP's C++, which waits for it unseen: see `record`."""
+        """Return a future that has the result at once. Only DDP calls this, in C++.
+
+        DDP waits for the future in C++, where no DryRun sees the wait. So the launch is noted in `awaited_by_ddp`.
+        """
         self.dry_run.awaited_by_ddp.append(self.step_and_index)
         future = torch.futures.Future()
         future.set_result(self.tensors)
@@ -162,20 +192,24 @@ class FakeWork(dist.Work):
 
 
 def tensors_in(values):
+    """Return the list of all tensors in `values`: lists, tuples and dicts in each other."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_touched(function, arguments, result):
     """Count the bytes that an operator reads and writes in the device's memory.
 
-    `arguments`: {name: value}. The operator's schema says which of them are written, by its `alias_info`.
+    `arguments`: {name: value}. The operator's schema is torch's description of its arguments and results. An argument
+    has an `alias_info` if a result shares its memory, and `is_write` there says whether the operator writes the
+    argument. A result has an `alias_info` if it is no new tensor.
     """
     schema = function._schema
-    if function.is_view or "empty" in schema.name:
+    if function.is_view or "empty" in schema.name:  # a view, or a new tensor that nobody has written
         return 0
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     written.discard("grads")  # a fused optimizer writes gradients only where it unscales them
-    only_writes = schema.name.endswith(("copy_", "zero_", "fill_"))  # others read what they write, except "out"
+    # These operators only write the argument that they change. Others read it, too, except one called "out".
+    only_writes = schema.name.endswith(("copy_", "zero_", "fill_"))
     unread = written if only_writes else {"out"}
     inputs = [value for name, value in arguments.items() if name not in unread]
     outputs = [arguments.get(name) for name in written]
@@ -186,7 +220,10 @@ def bytes_touched(function, arguments, result):
 
 
 def core_class(package, name="DistributedOptimizer"):
-    """Stand in for rows.optimizer_class, which returns the class with that name: return the core of the package."""
+    """Stand in for rows.optimizer_class, which returns the class `name` of a package: return the package's core.
+
+    `package`: the dotted name of a stage's folder, or of a file of variants/.
+    """
     module = f"{package}.optimizer" if package.startswith("stage") else package
     return importlib.import_module(module).ShardedOptimizer
 
@@ -194,7 +231,9 @@ def core_class(package, name="DistributedOptimizer"):
 def assign_to_buckets(cap_mb):
     """Return a function that assigns parameters to DDP's buckets as DDP itself does from its second step on.
 
-    cap_mb: size of a bucket in MiB; None: DDP's default, with a smaller first bucket.
+    DDP itself needs a real first step for that, in which it learns the order of the gradients.
+
+    `cap_mb`: size of a bucket in MiB; None: DDP's default, with a smaller first bucket.
     """
     torchs_assignment = dist._compute_bucket_assignment_by_size
     if cap_mb is None:
@@ -203,10 +242,16 @@ def assign_to_buckets(cap_mb):
         limits = [int(cap_mb * 2**20)]
 
     def assign(params, limits_of_step_1, are_sparse):
-        """Fill buckets from the last parameter on, whose gradient comes first, and return the first bucket last."""
+        """Fill buckets from the last parameter on, whose gradient comes first.
+
+        Stands in for torch's function, whose argument `limits_of_step_1` it ignores. Returns what that returns: (for
+        each bucket the list of indices in `params`, sizes of buckets). The bucket that is filled first is returned
+        last, as DDP expects.
+        """
         buckets, sizes = torchs_assignment(params[::-1], limits, are_sparse[::-1])
         last = len(params) - 1
-        buckets = [[last - i for i in bucket] for bucket in buckets]  # indices in the order of `params`
+        # So far an index counts from the last parameter. Now it counts from the first.
+        buckets = [[last - i for i in bucket] for bucket in buckets]
         return buckets[::-1], sizes[::-1]
     return assign
 
@@ -215,10 +260,12 @@ def assign_to_buckets(cap_mb):
 def fake(d, cap_mb=None, transport=None):
     """Let this process play rank 0 of d, with tensors that have no memory, and stages' cores without their guards.
 
-    cap_mb: size of DDP's buckets: see `assign_to_buckets`. transport: a class in place of the one by which stage 4
-    sends; None: stage 4's own choice.
+    Args:
+        cap_mb: size of DDP's buckets: see `assign_to_buckets`.
+        transport: the class by which stage 4 is to send; None: stage 4 chooses.
     """
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
+    # Stage 4 calls transport_for(group, …) to make the object by which it sends.
     transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
     patches = [
         mock.patch.object(catalogue, "optimizer_class", core_class),
@@ -226,23 +273,30 @@ def fake(d, cap_mb=None, transport=None):
         mock.patch.object(dist, "_compute_bucket_assignment_by_size", assign_to_buckets(cap_mb)),
         # DDP compares parameters across ranks, and these tensors have no values.
         mock.patch.object(dist, "_verify_params_across_processes", lambda *args: None),
-        # torch refuses fused AdamW on the meta device, that of tensors without memory, where it would work.
+        # torch refuses fused AdamW on the meta device, where it would work.
         mock.patch("torch.optim.adam._device_dtype_check_for_fused", lambda *args: None)]
+    # rank_0_of: torch's fake backend, with which a rank is alone and nothing is sent.
     with rank_0_of(d), torch.device("meta"), ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        # The fake backend serves tensors of the CPU; here it serves those of the meta device, too.
+        # The fake backend serves tensors on the CPU. Here it serves tensors on the meta device, too.
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         dist.group.WORLD._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         yield
 
 
 def cost_of(config, dtype, batch_size, sequence_length):
-    """Count the activations of a model's forward and backward pass, and its FLOPs by formula. Returns Cost."""
+    """Count the activations of a model's forward and backward pass, and its FLOPs by formula. Returns Cost.
+
+    `config`: sizes of a GPT or LLaMA.
+    """
     def drop_grad(param):
+        """Drop a gradient as soon as it is there, so that it doesn't count as an activation."""
         param.grad = None
 
-    with FakeTensorMode(), DryRun() as dry_run:  # on the meta device attention would use another kernel
+    # Tensors of FakeTensorMode have no memory, either, but say that they are on the CPU. On the meta device attention
+    # would call another kernel, with other activations.
+    with FakeTensorMode(), DryRun() as dry_run:
         model = models.model_of(config, dtype)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(drop_grad)
@@ -251,8 +305,9 @@ def cost_of(config, dtype, batch_size, sequence_length):
         dry_run.reset_peak()
         model(tokens, targets).backward()
         numel = sum(param.numel() for param in model.parameters())
-    # A token takes 2 FLOPs per parameter, and those of attention. Causal attention counts like full attention, as in
-    # most published figures.
+    # A token takes 2 FLOPs per parameter, and in each layer two products of attention, with 2 FLOPs for each token of
+    # the sequence and each of `width` values. Causal attention counts like full attention, as in most published
+    # figures.
     attention_flops = 4 * config.n_layers * sequence_length * config.width / config.tensor_parallel
     return Cost(dry_run.peak - bytes_before, batch_size * sequence_length * (2 * numel + attention_flops))
 
@@ -262,27 +317,30 @@ class ParameterUse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, param, cost, dry_run):
+        """Return `x`, a scalar that only links the uses of parameters into one graph. `cost`: of this use."""
         ctx.param = param
         ctx.cost = cost
         ctx.dry_run = dry_run
         dry_run.hold(cost.activations)
         dry_run.compute(cost.flops, 0)
-        return x.view_as(x)
+        return x.view_as(x)  # autograd needs another tensor than its input
 
     @staticmethod
     def backward(ctx, grad):
         ctx.dry_run.compute(2 * ctx.cost.flops, 0)
         ctx.dry_run.hold(-ctx.cost.activations)
-        return grad, torch.empty_like(ctx.param), None, None
+        return grad, torch.empty_like(ctx.param), None, None  # a gradient for each argument of forward
 
 
 def stand_in(model, cost, dry_run):
-    """Return a function in place of `model.forward`, which walks over the modules and runs their hooks.
+    """Return a function in place of `model.forward`, which uses every parameter of every module, in order.
 
-    In these hooks stage 4 waits. `cost`: of the model. Each parameter has a share in proportion to its size.
+    Before a module's parameters it runs the module's hooks, in which stage 4 waits for the parameters. `cost` is the
+    whole model's. Each parameter has a share of it in proportion to its size.
     """
     parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
-    total = sum(param.numel() for _, params in parts for param in params)  # a tied parameter counts twice
+    # The sum counts a tied parameter, which belongs to two modules, twice.
+    total = sum(param.numel() for _, params in parts for param in params)
 
     def forward():
         x = torch.zeros((), requires_grad=True)
@@ -297,7 +355,13 @@ def stand_in(model, cost, dry_run):
 
 
 def record(row_id, config, d, cost=Cost(), transport=None):
-    """Run two steps of a row dry on rank 0 of d. Returns the second step, Recorded. `transport`: see `fake`."""
+    """Run two steps of a row dry on rank 0 of d. Returns the second step as a Recorded.
+
+    Args:
+        config: sizes of the model.
+        cost: of the whole model; by default computing takes no FLOPs and no memory.
+        transport: see `fake`.
+    """
     configuration = catalogue.find(*row_id)
     with fake(d, row_id.bucket_mb, transport), DryRun() as dry_run:
         model = models.model_of(config, configuration.dtype)
@@ -305,31 +369,36 @@ def record(row_id, config, d, cost=Cost(), transport=None):
         training = configuration.build(model, dict(fused=True))
         for number in (0, 1):
             dry_run.begin_step(number)
-            forward = training.forward if number == 1 else model  # DDP would change its buckets after its first step
+            # In step 0 DDP, which `training.forward` may be, is left out: it would change its buckets after its first
+            # step.
+            forward = training.forward if number == 1 else model
             loss = forward()
             dry_run.phase = "backward"
             loss.backward()
             del loss
-            for step_and_index in dry_run.awaited_by_ddp:
+            for step_and_index in dry_run.awaited_by_ddp:  # DDP has waited for these launches, unseen
                 dry_run.wait(*step_and_index)
             dry_run.phase = "step"
             training.update()
             held = held_by(dry_run, training)
             training.zero_grad()
         numel = sum(param.numel() for param in model.parameters())
-        buffers = SimpleNamespace(bucket_buffer_bytes=held["buffers"])  # all that the formula asks of an optimizer
+        # The formula asks an optimizer only for the bytes of its bucket buffers. This object has them as they were
+        # counted.
+        buffers = SimpleNamespace(bucket_buffer_bytes=held["buffers"])
         theory = configuration.bytes_per_param(numel, d, buffers) * numel
         return Recorded(numel, held, theory, dry_run.peak, dry_run.events)
 
 
 def held_by(memory, training):
-    """Return {kind: bytes} after a step. Buffers, of buckets in flight, are what is of no other kind."""
+    """Return {kind of memory: bytes} after a step. What is of no other kind counts as "buffers" of buckets."""
     params = list(training.model.parameters())
     inner = getattr(training.optimizer, "optimizer", training.optimizer)  # the AdamW inside a stage, or AdamW itself
-    stepped = [param for group in inner.param_groups for param in group["params"]]  # where there are, main parameters
+    # What AdamW updates: main parameters, or where an optimizer has none, the parameters.
+    stepped = [param for group in inner.param_groups for param in group["params"]]
     memory.mark("parameters", params)
     mark_grads(memory, params + stepped)
-    memory.mark("main parameters", stepped)  # what has a kind already keeps it
+    memory.mark("main parameters", stepped)  # a parameter keeps the kind "parameters"
     mark_state(memory, inner)
     by_kind = memory.by_kind()
     return {kind: by_kind.get(kind, 0) for kind in ("parameters", "gradients", "main parameters", "state", "buffers")}
@@ -338,15 +407,15 @@ def held_by(memory, training):
 # ----------------------------------------------------------------------------------- Tables of dry runs, for bench.py
 
 
-STATE_RANKS = (1, 2, 4, 8, 64, 1024)
-LADDER_RANKS = (2, 8, 64)
+STATE_RANKS = (1, 2, 4, 8, 64, 1024)  # numbers of ranks, each a column of the table of model state
+LADDER_RANKS = (2, 8, 64)  # numbers of ranks in README's ladder, a table of DDP and the stages
 
 
 class State(NamedTuple):
     """A line of the table of model state."""
-    name: str  # dtypes of parameters and gradients
-    row: str
-    formula: str  # of bytes per parameter; b: stage 4's two bucket buffers
+    name: str  # the stage, and the dtypes of parameters and gradients
+    row: str  # the row's name in the catalogue
+    formula: str  # for bytes per parameter on d ranks; b: stage 4's two bucket buffers
 
 
 STATES = [
@@ -359,25 +428,29 @@ STATES = [
 
 
 def model_state(model):
-    """Make the table of bytes per parameter that stages 3 and 4 hold after a step; stage 4 as on gloo, by exchange."""
+    """Make the table of bytes per parameter that stages 3 and 4 hold after a step. Stage 4 sends as it does on gloo."""
     def bytes_per_param(state, d):
+        """Return what rank 0 of d holds. Where padding adds more than 1 %, the formula stands below it."""
         step = record(RowId(state.row), MODELS[model], d, transport=Exchange)
         by_formula = step.theory / step.numel
         is_padded = abs(step.bytes_per_param - by_formula) > 0.01 * by_formula
+        # A cell of two lines: what was counted, and below, in brackets, the formula.
         return Marked(step.bytes_per_param, f"\n({by_formula:.2f})") if is_padded else step.bytes_per_param
+    columns = {"name": name_column("name", "parameters/gradients"), "formula": column("formula", "formula", form=TEXT)}
+    for d in STATE_RANKS:
+        columns[f"{d}"] = column(f"d = {d}", functools.partial(bytes_per_param, d=d), "counted", ".2f")
     return sheet_of(
-        "Model state, bytes a parameter, by number of ranks", STATES, {
-            "name": name_column("name", "parameters/gradients"),
-            "formula": column("formula", "formula", form=TEXT),
-            **{f"{d}": column(f"d = {d}", functools.partial(bytes_per_param, d=d), "counted", ".2f")
-               for d in STATE_RANKS}},
+        "Model state, bytes a parameter, by number of ranks", STATES, columns,
         ["b: the two bucket buffers of stage 4. In brackets: the formula, where padding adds more than 1 %."])
 
 
 def ladder(model):
-    """Make the columns of README's table that are counted: those of time are measured on two hosts."""
+    """Make the columns of README's ladder that are counted. Its columns of time are measured on two hosts.
+
+    A rung is a row of the ladder.
+    """
     def bytes_per_param(rung):
-        """Write the bytes that a rank holds: of stages 3 and 4 as counted, padding and buffers included."""
+        """Write the bytes that a rank holds: counted for stages 3 and 4, with padding and buffers; else by formula."""
         if rung.row in (catalogue.GRAD_BUFFER, catalogue.OVERLAP):
             steps = [record(RowId(rung.row), MODELS[model], d, transport=Exchange) for d in LADDER_RANKS]
             by_ranks = [step.bytes_per_param for step in steps]

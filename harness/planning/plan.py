@@ -1,4 +1,14 @@
 """Plans before you rent: what a rank of 1024 holds, how long a step takes, how far estimates are from real runs."""
+# The words of this file:
+#   row      a way to train, listed with its name in harness/training/rows.py, the catalogue
+#   RowId    the name of a row, and maybe the size of a bucket
+#   bucket   the unit in which DDP, stage 4 and the hybrid, a variant of stage 4, send gradients
+#   stage    an optimizer of this project, in a folder stage*/
+#   device   a GPU, with a rank; a rank is a process that trains
+#   Report   what is saved and shown: tables, and figures for a page
+#   dry run  alone.py trains a row as one rank of many, on tensors without memory: it counts the bytes that the rank
+#            holds, and lists what the rank does
+#   replay   replay.py models how long the listed events take on given machines
 
 import functools
 import gc
@@ -12,9 +22,9 @@ from harness.ranks import command_line
 from harness.ranks.command_line import COUNT, number
 from harness.training.options import PLANNED_MODELS, LlamaConfig
 
-fail = functools.partial(command_line.fail, "plan")
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-DEVICE_BYTES = 80e9  # of an H100 and of an A100
+fail = functools.partial(command_line.fail, "plan")  # ends the program, with a message and exit code 2
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # value of --dtype -> torch's name
+DEVICE_BYTES = 80e9  # memory of an H100, and of an A100
 
 
 def options():
@@ -43,26 +53,28 @@ from harness.publishing.tables import Report, column, made_here, name_column, sa
 from harness.training import rows as catalogue
 from harness.training.rows import RowId
 
+# Value of --dtype -> names of the rows that are planned.
 ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
+# Names of the rows with buckets, whose size may be chosen.
 BUCKETED = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16, catalogue.REFERENCE, "ddp bf16"}
-MICRO_BATCHES = 8  # of the step that accumulates
-EFFICIENCY = 0.4  # assumed part of a device's FLOPs that computing reaches
+MICRO_BATCHES = 8  # in a step that adds up the gradients of several micro-batches
+EFFICIENCY = 0.4  # of a device's FLOP/s, as its maker states them, computing is assumed to reach this part
 
 
 class PlanRow(NamedTuple):
     """A way to train, with its counted and modelled figures."""
     name: str
-    counted: alone.Recorded
-    step: ModelledStep  # of one micro-batch
-    once: ModelledStep  # of MICRO_BATCHES, if gradients are exchanged once
-    each: ModelledStep  # of MICRO_BATCHES, if each micro-batch exchanges gradients
+    counted: alone.Recorded  # what a dry run has counted
+    step: ModelledStep  # a step of one micro-batch
+    once: ModelledStep  # a step of MICRO_BATCHES, if gradients are exchanged once
+    each: ModelledStep  # a step of MICRO_BATCHES, if gradients are exchanged after each micro-batch
 
 
 def hardware_of(args):
-    """Return the Hardware that the options ask for, with the FLOPs that computing reaches."""
+    """Return the Hardware that the options ask for, with the FLOP/s that computing reaches."""
     hardware = DEVICES[args.device]
     flops = hardware.flops * EFFICIENCY
-    if args.dtype == "fp32":  # TF32 has half the rate of 16 bits
+    if args.dtype == "fp32":  # matrix products are then assumed to be in TF32, at half the rate of 16 bits
         flops /= 2
     return hardware._replace(flops=flops, sharing=args.tensor_parallel)
 
@@ -70,7 +82,8 @@ def hardware_of(args):
 def default_bucket_mb(d, dtype):
     """Return Megatron-LM's default size of a bucket on d data-parallel ranks, in whole MiB.
 
-    The documentation of its DistributedDataParallelConfig.bucket_size says: max(40000000, 1000000 * d) parameters.
+    The documentation of Megatron-LM's DistributedDataParallelConfig.bucket_size gives the default as
+    max(40000000, 1000000 * d) parameters.
     """
     n_params = max(40_000_000, 1_000_000 * d)
     bytes_per_param = 4 if dtype == "fp32" else 2
@@ -78,11 +91,15 @@ def default_bucket_mb(d, dtype):
 
 
 def make_report(args, config, workers):
-    """Count and model all rows, and return the Report. `workers`, processes, run the rows dry."""
+    """Count and model all rows. Returns a Report.
+
+    `workers`: a pool of processes, in which the dry runs run. `config`: the sizes of the model.
+    """
+    # What a micro-batch costs: bytes of activations, and FLOPs.
     cost = workers.submit(alone.cost_of, config, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
     hardware = hardware_of(args)
     bucket_mb = args.bucket_cap_mb or default_bucket_mb(args.world, args.dtype)
-    row_ids = [RowId(name, bucket_mb) if name in BUCKETED else RowId(name) for name in ROWS[args.dtype]]
+    row_ids = [RowId(name, bucket_mb if name in BUCKETED else None) for name in ROWS[args.dtype]]
     run_dry = functools.partial(alone.record, config=config, d=args.world, cost=cost)
     rows = []
     for row_id, counted in zip(row_ids, workers.map(run_dry, row_ids)):
@@ -91,28 +108,34 @@ def make_report(args, config, workers):
         each = replay(counted.events, hardware, MICRO_BATCHES, exchange_each=True)
         rows.append(PlanRow(row_id.base, counted, step, once, each))
     buckets = f"buckets of {bucket_mb:g} MiB"
+    # In how many rows the peak fits into a device's memory, which a page says in a sentence.
     n_fitting = sum(row.counted.peak <= DEVICE_BYTES for row in rows)
     sheets = {"memory": memory_sheet(args, rows, buckets, cost.activations),
               "time": time_sheet(args, rows, buckets, hardware)}
     return Report(made_here(), sheets, figures={"fitting": f"{n_fitting}"})
 
 
-# ---------------------------------------------------------------------------------------------------------- Its tables
+# -------------------------------------------------------------------------------------------------- The plan's tables
+# `column` describes a column by a title, a function of a row (a PlanRow), where the numbers come from, and their
+# format.
 
 
 def held_column(kind):
-    """Return the column of the bytes of that kind which a rank holds."""
+    """Describe the column of the bytes of this kind, such as "gradients", that a rank holds."""
     return column(kind.replace(" ", "\n"), lambda row: row.counted.held[kind], "counted", ".2f", unit=1e9)
 
 
 def padding(row):
-    """Return the bytes that a rank holds beyond the row's formula."""
+    """Return by how many bytes what a rank holds is more than the row's formula says."""
     return sum(row.counted.held.values()) - row.counted.theory
 
 
 def memory_sheet(args, rows, buckets, activations):
-    """Make the table of the bytes that a rank holds. `buckets`: their size in words."""
-    first = rows[0].counted
+    """Make the table of the bytes that a rank holds.
+
+    `buckets`: the size of buckets in words. `activations`: bytes that the activations of a micro-batch take.
+    """
+    first = rows[0].counted  # of any row: the model, and the kinds of memory, are the same in all
     return sheet_of(
         f"GB on a rank of {args.world}: {args.model}, {first.numel:,} parameters a rank, {buckets}", rows, {
             "name": name_column(),
@@ -128,16 +151,17 @@ def memory_sheet(args, rows, buckets, activations):
 
 
 def time_sheet(args, rows, buckets, hardware):
-    """Make the table of a step."""
+    """Make the table of the time of a step. `buckets`: the size of buckets in words."""
     n_devices = args.world * args.tensor_parallel
-    tokens = args.batch_size * args.sequence_length / args.tensor_parallel  # of a step, for each device
+    tokens = args.batch_size * args.sequence_length / args.tensor_parallel  # in a step, for each device
     return sheet_of(
         f"A step of {args.model} on {n_devices} x {args.device}, {buckets}", rows, {
             "name": name_column(),
             "ms": column("ms\na step", lambda row: row.step.seconds, "modelled", ",.0f", unit=1e-3),
             "exposed": column("exposed\nms", lambda row: row.step.exposed_seconds, "modelled", ",.0f", unit=1e-3),
             "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
-            # The next two columns share a heading: "1 of 8: once, each".
+            # The next two columns share a heading, "1 of 8: once, each": ms of one of eight micro-batches, if gradients
+            # are exchanged once in a step, and if they are exchanged after each micro-batch.
             "once": column(f"1 of {MICRO_BATCHES}:\nonce", lambda row: row.once.seconds / MICRO_BATCHES, "modelled",
                            ",.0f", unit=1e-3),
             "each": column("\neach", lambda row: row.each.seconds / MICRO_BATCHES, "modelled", ",.0f", unit=1e-3),
@@ -154,15 +178,16 @@ def time_sheet(args, rows, buckets, hardware):
 
 
 def parse():
-    """Return the options, and the config of the model."""
+    """Return the options, and the config of the model: its sizes. Wrong options end the program."""
     args = options()
     config = PLANNED_MODELS[args.model]
     if args.tensor_parallel > 1:
         if not can_share_layers(config, args.tensor_parallel):
             fail(f"--tensor-parallel {args.tensor_parallel}: the heads of {args.model} can't be shared out so")
         config = config._replace(tensor_parallel=args.tensor_parallel)
-    longest = getattr(config, "block_size", None)  # a LLaMA takes sequences of any length
-    if longest is not None and args.sequence_length > longest:
+    # A LLaMA has no longest sequence: it takes any length.
+    longest = getattr(config, "block_size", args.sequence_length)
+    if args.sequence_length > longest:
         fail(f"--sequence-length {args.sequence_length}: {args.model} takes at most {longest}")
     if args.json:
         command_line.check_writable("--json", args.json, fail)
@@ -170,13 +195,14 @@ def parse():
 
 
 def can_share_layers(config, n_ranks):
-    """Return whether each of `n_ranks` can have as many heads as the others."""
+    """Return whether each of `n_ranks` ranks can have as many of a layer's attention heads as any other rank."""
     return isinstance(config, LlamaConfig) and config.n_heads % n_ranks == 0 and config.n_kv_heads % n_ranks == 0
 
 
 def main():
     args, config = parse()
-    # Without garbage collection, which would take a fifth of the time of a dry run.
+    # Each process of the pool begins with gc.disable(), because garbage collection would take a fifth of the time of a
+    # dry run.
     with ProcessPoolExecutor(min(4, os.cpu_count()), multiprocessing.get_context("spawn"), gc.disable) as workers:
         report = make_report(args, config, workers)
         if args.check:

@@ -1,4 +1,19 @@
-"""Models time: how long a recorded step takes on machines that aren't there, one event after the other."""
+"""Models time: how long a recorded step takes on machines that aren't there, one event after the other.
+
+alone.py records the step: it trains a way to train, a row of harness/training/rows.py, as rank 0 of d ranks, and lists
+what the rank does as Events. An Event says that the rank computes, launches a collective, or waits for a message. Here
+a Player plays the events with the speed of given Hardware. The lower half of the file compares the model with runs that
+others have published.
+
+    device               a GPU, with a rank
+    node                 a machine with several devices
+    hop                  the way of a message from one device to the next
+    message              what a collective sends
+    data-parallel group  ranks that have the same part of a model and train on different data
+    tensor parallelism   several devices share each layer of the model; each has a part of it
+    micro-batch          what one forward and one backward pass train on; several may make up a step
+    stages 3 and 4       optimizers of this project, in the folders stage3_gradbuffer/ and stage4_overlap/
+"""
 
 import bisect
 import functools
@@ -11,22 +26,24 @@ from harness.publishing.tables import column, name_column, sheet_of
 from harness.training.options import LLAMAS
 from harness.training.rows import STAGE_4_BF16, RowId
 
-REPLAYED_STEPS = 3  # parameters of one step travel in the next: the last is like all that follow
+# Parameters of one step may still travel in the next step. So the first steps differ, and the third is like all that
+# follow.
+REPLAYED_STEPS = 3
 
 
 class Hardware(NamedTuple):
     """A cluster with NCCL, on which steps are replayed. Rates are per second, latencies in seconds."""
-    flops: float  # that a device reaches in matrix products
+    flops: float  # floating-point operations that a device does in matrix products
     memory_rate: float  # bytes that a device reads or writes in its own memory
-    in_node: float  # bytes from one device to the next device of the node
-    between: float  # bytes over all links of a node to other nodes together
-    per_node: int = 8  # devices in a node
-    sharing: int = 1  # devices that share a layer by tensor parallelism; each has a data-parallel group of its own
+    in_node: float  # bytes from one device to the next device of the same node
+    between: float  # bytes over all links from a node to other nodes together
+    per_node: int = 8  # number of devices in a node
+    sharing: int = 1  # number of devices that share a layer by tensor parallelism, each in another data-parallel group
     latency_in_node: float = 3e-6  # until a message reaches the next device of the node
     latency_between: float = 14e-6  # until a message reaches the next node
 
 
-# As makers state them, with 16-bit FLOPs.
+# As makers state them. FLOPs are of 16-bit numbers.
 DEVICES = {
     "h100": Hardware(flops=989e12, memory_rate=3.35e12, in_node=450e9, between=400e9),
     "a100": Hardware(flops=312e12, memory_rate=2.0e12, in_node=300e9, between=100e9),
@@ -36,15 +53,15 @@ DEVICES = {
 def message_seconds(kind, n_bytes, d, hardware, stride=1):
     """Model the seconds of a collective of `n_bytes` (the full tensor) in a group of d ranks.
 
-    The group has one of every `stride` ranks, and the ranks between them form groups that do the same at the same time.
-    In a ring the message passes each rank once, and every node once. NCCL's all-reduce may go through trees over the
-    nodes instead: as many bytes, fewer hops. A "send" or "recv" goes to a neighbour.
+    Of every `stride` neighbouring ranks one is in the group. The others are in other groups, which do the same at the
+    same time. A message goes from rank to rank in a ring, through each node once. NCCL's all-reduce may go through
+    trees over the nodes instead, with as many bytes and fewer hops. A "send" or "recv" goes to a neighbour.
     """
     if d == 1:
         return 0.0
-    n_groups = hardware.sharing * stride
-    ranks_in_node = max(1, hardware.per_node // n_groups)  # of this group
-    hops_between = math.ceil(d / ranks_in_node) - 1
+    n_groups = hardware.sharing * stride  # groups whose ranks are neighbours, and which share the links
+    ranks_in_node = max(1, hardware.per_node // n_groups)  # number of this group's ranks in a node
+    hops_between = math.ceil(d / ranks_in_node) - 1  # from node to node
     rate = hardware.in_node
     if hops_between:
         groups_on_link = min(n_groups, hardware.per_node)  # at most one for each device of the node
@@ -57,11 +74,15 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
     if kind == "all_reduce":
         tree_depth = math.log2(hops_between + 1)
         tree_latency = (ranks_in_node - 1) * hardware.latency_in_node + tree_depth * hardware.latency_between
-        latency = 2 * min(latency, tree_latency)
-    # wire_bytes counts what a rank sends on average. The last rank of a broadcast's or reduce's ring sends nothing, but
-    # all bytes pass each of the other ranks.
+        latency = 2 * min(latency, tree_latency)  # twice: a reduce-scatter and an all-gather, or up and down the tree
+    # `wire_bytes` counts what a rank sends on average. In a broadcast or reduce the last rank of the ring sends
+    # nothing, but each of the other ranks sends all bytes.
     passing_bytes = n_bytes if kind in ("broadcast", "reduce") else wire_bytes(kind, n_bytes, d, "nccl")
     return latency + passing_bytes / rate
+
+
+# Kind of message -> directions of the link that it takes; all other kinds take both.
+DIRECTIONS = {"send": ["out"], "recv": ["in"]}
 
 
 class Player:
@@ -69,10 +90,12 @@ class Player:
 
     def __init__(self, hardware):
         self.hardware = hardware
-        self.clock = 0.0  # the device's
+        self.clock = 0.0  # the device's: when the events so far are done
         self.waited = 0.0  # the part of `clock` in which the device waited for messages
-        self.link_free_at = {"out": 0.0, "in": 0.0}  # direction -> when the link has carried what is queued
-        self.arrives_at = {}  # (number of the step, index of the launch) -> when the message has arrived
+        # Direction -> the link's clock: when it has carried all messages that are queued so far.
+        self.link_free_at = {"out": 0.0, "in": 0.0}
+        # (number of the step, index of the launch) -> when the message has arrived. `launch` fills it.
+        self.arrives_at = {}
 
     def play(self, event, step):
         """Play an event of step number `step`."""
@@ -81,13 +104,15 @@ class Player:
         elif event.what == "launch":
             self.launch(event, step)
         else:
-            arrives_at = self.arrives_at.get((step - event.lag, event.index), 0.0)  # step 0 has no step before it
-            waits = max(0.0, arrives_at - self.clock)
-            self.waited += waits
-            self.clock += waits
+            # `lag` is 1 if the message was launched in the step before. Step 0 has none, and doesn't wait.
+            arrives_at = self.arrives_at.get((step - event.lag, event.index), 0.0)
+            wait_seconds = max(0.0, arrives_at - self.clock)
+            self.waited += wait_seconds
+            self.clock += wait_seconds
 
     def launch(self, event, step):
-        directions = {"send": ["out"], "recv": ["in"]}.get(event.kind, ["out", "in"])
+        """Queue the message of a "launch" event on the link: it leaves when all its directions are free."""
+        directions = DIRECTIONS.get(event.kind, ["out", "in"])
         leaves_at = max(self.clock, *(self.link_free_at[direction] for direction in directions))
         seconds = message_seconds(event.kind, event.n_bytes, event.group_size, self.hardware, event.stride)
         self.link_free_at.update(dict.fromkeys(directions, leaves_at + seconds))
@@ -95,19 +120,20 @@ class Player:
 
 
 class ModelledStep(NamedTuple):
-    """How long a step takes."""
+    """How long a step takes by the model."""
     seconds: float
-    exposed_seconds: float  # the part in which the device waits for messages
+    exposed_seconds: float  # the part of `seconds` in which the device waits for messages
 
 
 def replay(events, hardware, micro_batches=1, exchange_each=False):
-    """Replay steps of `micro_batches`, and return the last one, a ModelledStep.
+    """Replay REPLAYED_STEPS steps of `micro_batches` each, and return the last step, a ModelledStep.
 
-    events: of a step of one micro-batch. exchange_each: every backward pass exchanges its gradients; otherwise only the
-    last backward pass does.
+    Args:
+        events: the events of a step of one micro-batch.
+        exchange_each: every backward pass exchanges its gradients; otherwise only the last one of a step does.
     """
     def is_in_first_passes(event):
-        """Return whether the event happens in each micro-batch, not only in the last."""
+        """Return whether the event happens in each micro-batch of a step, not only in the last one."""
         waits_for_parameters = event.lag > 0
         return event.phase != "step" and (exchange_each or event.what == "compute" or waits_for_parameters)
 
@@ -124,21 +150,22 @@ def replay(events, hardware, micro_batches=1, exchange_each=False):
 # -------------------------------------------------------------------------------------------------- Published runs
 
 
-SHARING = 2  # GPUs that share a layer
+SHARING = 2  # number of GPUs that share a layer by tensor parallelism
 LENGTH = 2048  # tokens of a sequence
 
 
 class PublishedRun(NamedTuple):
     """A run of LLaMA-13B that others have published, on nodes of 8 x A100-80GB."""
     optimizer: str  # "overlapped" or "distributed", as Megatron-LLaMA calls its two optimizers
-    gpus: int
-    sequences: int  # of a step, on all GPUs
-    batch: int  # sequences of a micro-batch
-    tokens_per_s: float  # of a GPU
+    gpus: int  # number of all GPUs
+    sequences: int  # number of sequences in a step, on all GPUs
+    batch: int  # number of sequences in a micro-batch
+    tokens_per_s: float  # tokens per second and GPU, as published
 
 
-# Megatron-LLaMA's README; neither the README nor the user's issue 22 there says how many GPUs share layers, and the
-# README doesn't say how large a step is: both are assumed, as in LLaMA's paper and in issue 27 there.
+# MAKERS is from the README of Megatron-LLaMA, USERS is what a user reports in that repository's issue 22. Neither says
+# how many GPUs share a layer, and the README doesn't say how many sequences a step has. Both numbers are assumed, as in
+# LLaMA's paper and in that repository's issue 27.
 MAKERS = [PublishedRun("overlapped", 256, 2048, 4, 1890), PublishedRun("distributed", 256, 2048, 4, 1630),
           PublishedRun("overlapped", 512, 2048, 4, 1845), PublishedRun("distributed", 512, 2048, 4, 1430)]
 USERS = [PublishedRun("distributed", 128, 1024, 2, 1885.8), PublishedRun("distributed", 128, 2048, 2, 2045.4),
@@ -146,33 +173,35 @@ USERS = [PublishedRun("distributed", 128, 1024, 2, 1885.8), PublishedRun("distri
 
 
 class ModelledRun(NamedTuple):
-    """A published run beside the model."""
-    calibration: str  # "calibrated": the hardware's FLOPs are chosen to agree with this run; else "predicted"
+    """A published run, and what the model gives for it."""
+    calibration: str  # "calibrated": the hardware's FLOPs were chosen to agree with this run; else "predicted"
     run: PublishedRun
-    tokens_per_s: float  # of a GPU, modelled
+    tokens_per_s: float  # tokens per second and GPU, modelled
 
     @property
     def error(self):
+        """Return by which part of the published number the modelled number is larger."""
         return self.tokens_per_s / self.run.tokens_per_s - 1
 
 
 @functools.cache
 def events_of(optimizer, d, batch):
-    """Record a step of a published run on d data-parallel ranks.
+    """Record a step of a published run on d data-parallel ranks. Returns its Events.
 
-    Our stage 4 stands for the overlapped optimizer, which sends gradients in fp32, twice the bytes of stage 4's. Stage
-    3 stands for the distributed optimizer.
+    Stage 4 stands for the overlapped optimizer, and stage 3 for the distributed optimizer. The overlapped optimizer
+    sends gradients in fp32, which are twice the bytes that stage 4 sends, so a reduce-scatter's bytes are doubled.
     """
     config = LLAMAS["13b"]._replace(tensor_parallel=SHARING)
     cost = alone.cost_of(config, "bfloat16", batch, LENGTH)
     if optimizer == "distributed":
         return alone.record(RowId("stage 3 bf16/fp32"), config, d, cost).events
+    # In buckets of 400 MiB. Only reduce-scatters send gradients.
     events = alone.record(RowId(STAGE_4_BF16, 400), config, d, cost).events
     return [event._replace(n_bytes=2 * event.n_bytes) if event.kind == "reduce_scatter" else event for event in events]
 
 
 def modelled_tokens_per_s(run, hardware):
-    """Model the tokens per second and GPU of a published run.
+    """Model the tokens per second and GPU of a published run on `hardware`.
 
     The overlapped optimizer exchanges gradients after each micro-batch, the distributed optimizer once per step.
     """
@@ -186,14 +215,20 @@ def modelled_tokens_per_s(run, hardware):
 def calibrated(run, hardware):
     """Return `hardware` with the FLOPs per second at which the model of `run` agrees with what was published."""
     def of_flops(flops):
+        """Return the modelled tokens per second of a device that reaches so many FLOPs per second."""
         return modelled_tokens_per_s(run, hardware._replace(flops=flops))
 
-    flops = bisect.bisect(range(10**16), run.tokens_per_s, key=of_flops)  # more FLOPs, more tokens
+    # A search by halves among whole numbers of FLOPs, which works because more FLOPs give more tokens.
+    flops = bisect.bisect(range(10**16), run.tokens_per_s, key=of_flops)
     return hardware._replace(flops=flops)
 
 
 def check():
-    """Compare the model with all published runs. Returns a table, and {name: text} of figures for sentences."""
+    """Compare the model with all published runs.
+
+    The hardware's FLOPs are calibrated on the first run of MAKERS; all other runs are predicted. Returns a table, and
+    {name: text} of figures that a page says in sentences.
+    """
     first, *others = MAKERS
     hardware = calibrated(first, DEVICES["a100"]._replace(sharing=SHARING))
 
@@ -203,11 +238,11 @@ def check():
     of_makers = model_all("predicted", others)
     of_users = model_all("predicted", USERS)
     errors_of_makers = [abs(row.error) for row in of_makers]
-    errors_of_users = [row.error for row in of_users if row.run.optimizer == "overlapped"]
+    errors_of_overlapped = [row.error for row in of_users if row.run.optimizer == "overlapped"]
     figures = {
-        "off_theirs": f"{math.ceil(100 * max(errors_of_makers))}",
-        "off_users": f"{math.floor(100 * min(errors_of_users))}",
-        "flops_theirs": f"{hardware.flops / 1e12:.0f}"}
+        "off_theirs": f"{math.ceil(100 * max(errors_of_makers))}",  # so many % the worst prediction for MAKERS is off
+        "off_users": f"{math.floor(100 * min(errors_of_overlapped))}",  # the best for USERS is so many % too fast
+        "flops_theirs": f"{hardware.flops / 1e12:.0f}"}  # TFLOP/s, calibrated
     sheet = sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", [*model_all("calibrated", [first]), *of_makers, *of_users], {
             "calibration": name_column("calibration"),
