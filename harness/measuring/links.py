@@ -133,6 +133,11 @@ CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, g
           FLOOR: FLOOR}
 
 
+def has_curve(measured):
+    """Return whether the rows that a point of every curve needs, or that only the curve's runs have, were timed."""
+    return all(measured.timed(name) for name in (COMPUTE_ONLY, ALL_GATHER, OVERLAP))
+
+
 def over_computing(measured, link, tuned):
     """Return {name in CURVES: the row's time divided by the time of computing alone; None where a time is missing}.
 
@@ -184,7 +189,7 @@ def buckets_sheet(sweep, link):
         return cell
 
     def n_messages(row):
-        n_by_kind = row.examined.collectives
+        n_by_kind = row.figure("collectives") or {}
         # On gloo stage 4 sends pieces from rank to rank in place of a reduce-scatter.
         return n_by_kind.get("send") or n_by_kind.get("reduce_scatter")
     sizes_of_rows = {row.row_id.bucket_mb for row in sweep.rows}
@@ -228,7 +233,7 @@ def to_draw(measured, link, sweep, tuned):
     if steps:
         drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "
                                          "its row's median")
-    if measured.timed(COMPUTE_ONLY) and measured.find(ALL_GATHER):
+    if has_curve(measured):
         drawn["curve"] = over_computing(measured, link, tuned)
     if sweep and sweep.find(OVERLAP, ONE_PARAMETER):
         drawn["sweep"] = {base: swept_times(sweep, base) for base in (OVERLAP, REFERENCE)}

@@ -271,7 +271,7 @@ def report_of(measured, link, sweep, n_cores):
         sheets["times"] = every_row.times_sheet(measured)
     tuned = links.tuned_ddp(measured, sweep)  # DDP's faster Row; None if nobody has swept
     stage4 = measured.timed(OVERLAP)
-    if stage4 and measured.timed(COMPUTE_ONLY) and measured.timed(ALL_GATHER):
+    if links.has_curve(measured):
         sheets["curve"] = links.curve_sheet(measured, link, tuned)
     if all(measured.find(name) for name in LADDER):
         sheets["ladder"] = links.ladder_sheet(measured, tuned)

@@ -183,3 +183,13 @@ def test_a_sweep_is_drawn_by_size():
     sweep = rows_of((RowId("ddp", 2), (7,)), (RowId("ddp"), (9,)), (RowId("ddp", 1), (8,)))
     assert links.swept_times(sweep, "ddp") == [(2, 8), (3, 7), (6, 9)]  # the default is 25 MiB
     assert "sweep" not in links.to_draw(MEASURED, LINK, sweep, None)  # stage 4 isn't in the sweep
+
+
+@pytest.mark.parametrize("left_out", ["compute only", "stage 2 all-gather", "stage 4 overlap"])
+def test_what_was_measured_is_reported_without_a_row_that_a_curve_needs(left_out):
+    measured = dataclasses.replace(MEASURED, rows=[row for row in MEASURED.rows if row.row_id.base != left_out])
+    broken = rows_of((RowId("ddp", 2), (7,)), (RowId("stage 4 overlap", 2), ()))
+    report = two_hosts.report_of(measured, LINK, broken, n_cores=1)
+    assert "curve" not in report.sheets and "curve" not in report.drawn
+    assert report.sheets["buckets"].notes[-1].endswith("it broke")
+    assert "curve" in two_hosts.report_of(MEASURED, LINK, None, n_cores=1).drawn
