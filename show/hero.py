@@ -9,7 +9,7 @@ take beside each other was measured at 300 Mbit/s, as were the times in README.m
 from itertools import permutations, product
 from typing import NamedTuple
 
-from .picture import Picture, Tile, spans
+from .picture import Picture, Tile, with_stops
 
 RANKS = range(4)
 LEFT = 78  # pixels
@@ -114,7 +114,7 @@ def draw(picture, top, system, start_s):
 
     def spans_of(history):
         seconds = [(second_of(time) if time else 0, part) for time, part in history.items()]
-        return spans(seconds, picture.seconds)
+        return with_stops(seconds, picture.seconds)
 
     def tile(rank, quarter, line, kind):
         return Tile(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import hero
 from .frames import memory_after
-from .picture import Picture, Tile, short_number, spans
+from .picture import Picture, Tile, short_number, with_stops
 
 N_RANKS = 4
 LEFT = 8  # pixels
@@ -138,7 +138,7 @@ class Panel:
         tiles = []
         for cell, (column, line) in zip(cells, storage["places"][first:]):
             owner = storage["rank"]
-            if cell.element is not None and cell.kind != "moment":
+            if cell.element is not None:
                 owner = self.recording["owners"][cell.element]
             x = LEFT + storage["rank"] * (RANK + GAP) + column * self.cell_width
             y = self.tops[storage["row"]] + line * LINE
@@ -225,8 +225,8 @@ def draw_timeline(picture, recording, changes, top):
 def scene(recording, ddp_bytes, drawn):
     """Return the Picture of a stage. ddp_bytes: what DDP sends. drawn: an entry of SCENES."""
     times = timetable(recording)
-    captions = spans(times.captions, times.end)  # (beat, start, stop), …
-    changes = spans(times.changes, times.end)  # (frame, start, stop), …
+    captions = with_stops(times.captions, times.end)  # (beat, start, stop), …
+    changes = with_stops(times.changes, times.end)  # (frame, start, stop), …
     _, _, still_end = captions[drawn.still]
     picture = Picture(recording["title"], WIDTH, times.end, still_end - 0.1)
     for number, (beat, *span) in enumerate(captions, 1):
@@ -243,7 +243,7 @@ def scene(recording, ddp_bytes, drawn):
     for flight in times.flights:
         n_flown += panel.fly(flight)
         sent.append((flight.landing, 4 * n_flown // N_RANKS))
-    for n_bytes, *span in spans(sent, times.end):
+    for n_bytes, *span in with_stops(sent, times.end):
         words = f"each rank has sent {n_bytes} B (DDP: {ddp_bytes:g} B in all)"
         picture.text(LEFT, 52, words, "soft", *span)
     picture.legend(LEFT, panel.bottom + 8)

@@ -75,8 +75,8 @@ class Event:
     cells: dict = field(default_factory=dict)  # the same storages -> their cells; empty until show/labels.py makes them
     is_change: bool = False  # whether the line has changed `memory`
     n_accesses: int = 0  # how many accesses the trace had noted when the line was done
-    starts: list = field(default_factory=list)  # messages that leave: Operations of show/wires.py
-    ends: list = field(default_factory=list)  # keys of Operations that arrive
+    starts: list = field(default_factory=list)  # messages that leave: Calls of show/wires.py
+    ends: list = field(default_factory=list)  # keys of Calls that arrive
 
 
 class Trace:
