@@ -58,7 +58,7 @@ class Table:
     """Finds the label of a value."""
 
     def __init__(self, weights, grads, later_weights):
-        """Take the values of the second run, of which each parameter has some of n elements.
+        """Take the values that appear in the second run. n: how many elements all parameters have together.
 
         weights: (n,), before the first step. grads: (steps, ranks, n). later_weights: after each step (n,).
         """
