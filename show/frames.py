@@ -139,13 +139,13 @@ def in_frames(events_of_ranks):
 def recording(records, program):
     """Return the recording of a program. records: for each rank its Record, see show/record.py."""
     sources = records[0].sources  # name of a file -> its source
-    files = list(sources)
     functions = []
-    for file, source in enumerate(sources.values()):
-        functions += functions_in(file, ast.parse(source))
     function_numbers = {}  # (name of a file, first line of a function) -> index in `functions`
-    for number, (_, file, first_line, *_) in enumerate(functions):
-        function_numbers[files[file], first_line] = number
+    for file, (name, source) in enumerate(sources.items()):
+        for function in functions_in(file, ast.parse(source)):
+            _, _, first_line, *_ = function
+            function_numbers[name, first_line] = len(functions)
+            functions.append(function)
     storage_numbers = {}  # (rank, uid) -> index in recording["storages"]
     for rank, record in enumerate(records):
         for event in record.events:

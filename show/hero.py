@@ -90,15 +90,15 @@ def system_of(title, sends_at, held_bytes, is_sharded=True):
     averaged = sends_at + HALF_ALL_REDUCE
     if is_sharded:
         updated = averaged + UPDATE / 4  # a rank updates a quarter
-        end = updated + HALF_ALL_REDUCE
+        done = updated + HALF_ALL_REDUCE  # every rank has all new parameters
         update = (averaged, updated)
-        all_gather = (updated, end)
+        all_gather = (updated, done)
     else:
         gathered = averaged + HALF_ALL_REDUCE
-        end = gathered + UPDATE
+        done = gathered + UPDATE
         all_gather = (averaged, gathered)
-        update = (gathered, end)
-    forward = [(end, end + FORWARD)]
+        update = (gathered, done)
+    forward = [(done, done + FORWARD)]
     words = {JUST_AFTER_0: "Backward pass: each rank has its own gradients."}
     if not is_sharded:
         words |= {sends_at: "All-reduce, first half: each rank averages a quarter.",
@@ -133,13 +133,14 @@ def draw(picture, top, system, start_s):
         return with_stops(seconds, picture.seconds)
 
     def tile(rank, quarter, line, kind):
-        """Return the cell of a quarter in the column of a rank. line: an index of ROWS."""
+        """Return the cell of a quarter, which has the colour of its owner, in the column of a rank. line: of ROWS."""
         return Tile(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)
 
     picture.text(8, top + 11, system.title, "strong")
     done = f"Done in {system.end / SYSTEMS[0].end:.2f} of DDP's time."
     if system is SYSTEMS[0]:
         done = "Done: every rank holds all moments."
+    # At 0 no caption: only then the captions begin where their times say.
     for words, start, stop in spans_of({0: "", **system.words, system.end: done}):
         picture.text(LEFT, top + 11, words, "", start, stop)
     for line, (own, others) in enumerate(system.histories()):
