@@ -3,7 +3,8 @@
     make show STAGE=3                measured/show.html: a stage; 0: replicated training; mine: your own package
     make show HTML=1                 docs/watch.html, which has all stages, and the figures of the chapters, anew
 
-The ranks are four processes, and the core is the stage's own, recorded from outside. Exit code: 0; 1 when a rank fails.
+The ranks are four processes. They run the stage's own optimizer, which is recorded from outside. Exit code: 0; 1 when a
+rank fails.
 """
 
 import sys

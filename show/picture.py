@@ -3,7 +3,7 @@
 The animation is CSS without a script, so that a browser plays the SVG also as an image, inside <img>. An image can't
 know which theme GitHub shows. Therefore each picture is written to two files, a light one and a dark one. If a reader
 has turned off motion in the system, the picture stands still, and shows what is visible at its second `still`.
-docs/watch.html, the page of show/page.py, uses the same colours, stripes and cells.css.
+docs/watch.html, the page of show/page.py, uses the same colours, stripes and rules of show/page/cells.css.
 
     cell    the memory of one number, drawn as a small rectangle, which may have the number in it: a Tile
     kind    what a cell holds, such as a gradient: a key of KINDS. show/labels.py describes all kinds
@@ -151,7 +151,7 @@ class Picture:
 
 
 def in_groups(spans_of_shapes):
-    """Return a list of (spans, all shapes that are visible in these spans). spans_of_shapes: {shape: its spans}."""
+    """Return pairs of spans and all shapes that are visible in these spans. spans_of_shapes: {shape: its spans}."""
     groups = {}
     for shape, spans in spans_of_shapes.items():
         groups.setdefault(joined(spans), []).append(shape)

@@ -108,7 +108,7 @@ class Trace:
         self.instances = {}  # name of a class -> {id of an instance: (the instance, its number)}, see `title_of`
         self.calls = {}  # Python's frame of a running function -> number of the call
         self.n_calls = 0
-        self.stack = []  # (Python's frame, Place) of each function that runs, outermost first
+        self.stack = []  # (Python's frame, Place) of each running function that is watched, outermost first
         self.phase = ""  # the phase of PHASES that loop.py is in
         self.step = -1  # the step of training, 0 from the first forward pass on
 
@@ -165,7 +165,7 @@ class Trace:
         return stack
 
     def open(self, is_line):
-        """Begin an event at the present line. is_line: whether the line starts, see Event."""
+        """Begin an event at the present line, and return the Event. is_line: whether the line starts now."""
         stack = tuple(place for _, place in self.stack)
         if stack and stack[0].file == "loop.py":
             text = linecache.getline(loop.__file__, stack[0].line)
@@ -177,7 +177,9 @@ class Trace:
                 self.step += 1
         core_methods = [place.function for place in stack if place.function in CORE_METHODS]
         phase = core_methods[0] if core_methods else self.phase
-        self.events.append(Event(stack, is_line, phase, max(0, self.step)))
+        event = Event(stack, is_line, phase, max(0, self.step))
+        self.events.append(event)
+        return event
 
     def close(self):
         """End the last event, if it is open: note what memory holds now. Drop the event of a part that did nothing."""
@@ -197,19 +199,21 @@ class Trace:
         self.close()
         # Messages that leave one after another share an event. But what was written, or has arrived, before the message
         # leaves is an event of its own.
-        if self.events[-1].is_change or self.events[-1].ends:
-            self.open(is_line=False)
-        self.events[-1].is_open = True
-        self.events[-1].starts.append(call)
+        event = self.events[-1]
+        if event.is_change or event.ends:
+            event = self.open(is_line=False)
+        event.is_open = True  # close() has closed it, but it goes on
+        event.starts.append(call)
 
     def record_arrival(self, key):
         """Note that the message of the Call with this key arrives at the present line."""
         self.close()
         # Messages that arrive one after another share an event, as long as memory hasn't changed in between.
-        if self.events[-1].is_change or not self.events[-1].ends:
-            self.open(is_line=False)
-        self.events[-1].is_open = True
-        self.events[-1].ends.append(key)
+        event = self.events[-1]
+        if event.is_change or not event.ends:
+            event = self.open(is_line=False)
+        event.is_open = True  # close() has closed it, but it goes on
+        event.ends.append(key)
 
     def record_access(self, tensors, how):
         """Note that tensors are read or written. how: "read" or "write"."""
