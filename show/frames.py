@@ -28,15 +28,16 @@ operations   {kind, whole, what, params, start, end, arrows, moves} of each coll
     params   numbers of the parameters of which all elements are sent
     start    the first frame in which a rank sends
     end      the frame in which the last message arrives
-    arrows   [from, to, bytes, first frame, frame of arrival] of each message; from, to: ranks
+    arrows   [from, to, bytes, frame in which it leaves, frame of arrival] of each message; from, to: ranks
     moves    [source, first cell, target, first cell, number of cells] of each message, in the order of `arrows`: the
              cells that fly from the storage `source` of the sender to the storage `target` of the receiver
 frames       {phase, step, at, memory} of each frame. The last two hold only what differs from the frame before
     phase    what rank 0 is in, such as "backward" or "sync_grads"
     step     which step of training rank 0 is in, from 0 on
-    at       [rank, stack] of each rank that has moved; stack: [function, line], …, outermost first
-    memory   [storage, cells] of each storage with changed cells; cells is null after the storage has been released.
-             A cell is [value, kind, element, origin], as in Cell; a value of NaN is null
+    at       [rank, stack] of each rank that has moved. stack: [function, line] of each running function, outermost
+             first; function: an index in `functions`
+    memory   [storage, cells] of each storage with changed cells; storage: an index in `storages`. cells is null after
+             the storage has been released. A cell is [value, kind, element, origin], see Cell; a value of NaN is null
 
 Each rank's own record is a list of events, see Event in show/trace.py. An event is a line that the rank has executed,
 or a part of such a line, in which a message leaves or arrives. This file reads of an event:
@@ -64,7 +65,8 @@ class Cell(NamedTuple):
     # (a parameter before it is updated, after that, and a parameter that is still old in the next step); "moment", …
     kind: str
     element: int | None  # the element of the model that the value belongs to, if any
-    origin: int | None  # the rank that a gradient or share comes from, or the step of an average or a parameter
+    # The rank that a gradient or share comes from, the step of an average, or how many steps have updated a parameter.
+    origin: int | None
 
 
 def folded(events):

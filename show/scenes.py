@@ -43,12 +43,12 @@ class Drawn(NamedTuple):
     rows: dict
 
 
-# Names of rows are those of the optimizers' attributes, or of a method's local variables: see show/trace.py.
+# Rows of a recording are named after an attribute of the optimizer ("GradBuffer.flat": a class and its attribute), or
+# after a local variable ("average: flat": a method and its variable). Here are the rows of the model and of AdamW.
 MODEL = {"parameters": ("parameters",), "gradients": ("gradients",)}
-MOMENTS = {"two moments of each element that the rank updates": ("exp_avg",), "": ("exp_avg_sq",)}  # of AdamW
+MOMENTS = {"two moments of each element that the rank updates": ("exp_avg",), "": ("exp_avg_sq",)}
 
-
-SCENES = {
+SCENES = {  # number of a stage -> what its scene shows
     "1": Drawn(-1, MODEL | {"a flat copy, to be sent": ("average: flat", "sync_params: flat")} | MOMENTS),
     "2": Drawn(-2, MODEL | {
         "a flat copy; later the shards of all ranks": ("average: flat", "sync_params: gathered"),
@@ -141,7 +141,7 @@ class Panel:
             if words:
                 picture.text(LEFT, self.bottom + 11, words)
                 self.bottom += 15
-            self.tops |= dict.fromkeys(names, self.bottom)
+            self.tops |= dict.fromkeys(names, self.bottom)  # these rows take turns at the same y
             n_lines = 0
             for storage in recording["storages"]:
                 if storage["row"] in names:
@@ -189,9 +189,9 @@ class Panel:
         A cell stays visible where it has arrived until all messages of the operation have arrived. But in a
         reduce-scatter it vanishes: there the sum of all that arrive is drawn in the end.
         """
-        n_flying = 0
+        n_flying = 0  # cells
         for index in flight.messages:
-            sender, receiver, _, frame, _ = flight.operation["arrows"][index]
+            sender, receiver, _, frame, _ = flight.operation["arrows"][index]  # `frame`: when the message leaves
             source, first, target, target_first, n_cells = flight.operation["moves"][index]
             leaves = flight.start
             arrives = flight.stop
@@ -229,11 +229,12 @@ def draw_timeline(picture, recording, frames_seen, top):
     backward = phases.index((0, "backward"))
     after_backward = n_frames - phases[::-1].index((0, "backward"))
     forward = phases.index((1, "forward"))
-    edges = [backward, after_backward, forward, n_frames]
+    edges = [backward, after_backward, forward, n_frames]  # frames in which a phase begins, or the last one ends
     for phase, (start, end) in zip(("backward", "step", "forward"), pairwise(edges)):
         picture.rect(left + start * frame_width, top, (end - start) * frame_width - 1, BAR - 2, "line")
         middle = left + (start + end) / 2 * frame_width
-        picture.text(min(middle, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
+        picture.text(min(middle, WIDTH - LEFT - 20), top + 9, phase, "middle soft")  # the word stays in the picture
+    # Of each bucket the numbers of its parameters, in the order in which buckets are sent.
     buckets = [operation["params"] for operation in recording["operations"] if operation["kind"] == "reduce-scatter"]
     lines = {}  # name of a bucket, or of a kind of operation -> number of its line
     for operation in recording["operations"]:
