@@ -5,8 +5,8 @@ training, where every rank updates all parameters, as with DDP; a tab for each s
 shards (folders stage*/); a tab for their common idea; and a menu of bugs. A bug is a stage with one mistake, the one
 that its chapter warns of.
 
-A program is run once, and its recording (show/frames.py) becomes part of the page, which is one file that needs nothing
-else. `make show` writes a page with one program alone.
+Each program is recorded once, and its recording (show/frames.py) becomes a part of the page. The page is one file that
+needs nothing else. `make show` writes a page with one program alone.
 """
 
 import base64
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "watch.html"
 ALONE = Path("measured", "show.html")  # in the folder from which the program is started
 # Numbers of elements of each parameter: 16 in all, so that on the page a cell has room for its value.
-OWNED = (2, 2, 3, 3, 3, 3)  # for stages that give whole parameters to ranks: each rank updates one or two
+OWNED = (2, 2, 3, 3, 3, 3)  # for stages 1 and 2, where each rank updates whole parameters: here one or two
 IN_BUCKETS = (2, 2, 4, 4, 4)  # for stage 4: four buckets, each of one parameter or two, which need no padding
 REPLICATED = Program(replicated.__name__)
 BROADCAST = Program(STAGE_1, params=OWNED)
