@@ -231,5 +231,5 @@ def picture():
     bottom = 48 + len(SYSTEMS) * HEIGHT
     drawn.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
     drawn.legend(8, bottom)
-    drawn.height += 14
+    drawn.height += 14  # for the words about widths, which are below the legend
     return drawn

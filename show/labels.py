@@ -134,15 +134,16 @@ def labelled_events(trace, telling, table, n_steps):
     labelled = []
     accesses = list(trace.log)
     next_access = defaultdict(dict)  # number of a storage -> {cell: "read" or "write"}
-    # Backwards, so that at each event the next access of each cell is known.
+    # Backwards, so that at each event the next access of each cell is known. `twin`: the same event of the second run.
     for event, twin in zip(reversed(trace.events), reversed(telling.events), strict=True):
         while len(accesses) > event.n_accesses:  # these accesses happened after the event
             (uid, first, end), how = accesses.pop()
             next_access[uid] |= dict.fromkeys(range(first, end), how)
         cells_of = {}
         for uid, memory in event.memory.items():
+            labels_of_storage = labels[uid, twin.memory[uid]]
             cells = []
-            for cell, (value, label) in enumerate(zip(values_of(memory), labels[uid, twin.memory[uid]])):
+            for cell, (value, label) in enumerate(zip(values_of(memory), labels_of_storage)):
                 is_read = trace.storages[uid].is_model or next_access[uid].get(cell) == "read"
                 cells.append(Cell(plain(value), *label_in_step(label, event, is_read, n_steps)))
             cells_of[uid] = tuple(cells)

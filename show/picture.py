@@ -173,7 +173,8 @@ def joined(spans):
 def with_stops(history, end):
     """Return [(what, start, stop), …] of a history [(start, what), …].
 
-    `what` is anything that is seen from second `start` until the next begins, or the last until second `end`.
+    `what` is anything, such as a caption, that is seen from second `start` until the next is seen. The last is seen
+    until second `end`.
     """
     return [(what, start, stop) for (start, what), (stop, _) in pairwise([*history, (end, None)])]
 

@@ -115,6 +115,7 @@ def edited(program):
     if program.edit is None:
         yield program.package
         return
+    # The copy is imported from a temporary folder, which is put on Python's search path.
     source = Path(importlib.import_module(program.package).__file__).parent
     with tempfile.TemporaryDirectory(prefix="edited_") as folder, mock.patch.object(sys, "path", [folder, *sys.path]):
         copy = Path(folder, Path(folder).name)  # a new name each time: Python keeps imported modules by name
@@ -133,7 +134,7 @@ def sharding_as_on_a_cluster(package, core):
     """
     with contextlib.ExitStack() as patches:
         torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-        patches.callback(torch.use_deterministic_algorithms, False)
+        patches.callback(torch.use_deterministic_algorithms, False)  # called when the context ends
         # In stage 4 a shard begins at a multiple of 64 bytes, which are 16 elements. Shards of so few elements would be
         # mostly padding, and no parameter would be cut in two, as happens on a cluster.
         buffer = sys.modules.get(f"{package}.buffer")
@@ -142,6 +143,7 @@ def sharding_as_on_a_cluster(package, core):
         # Stage 4 calls no reduce-scatter where torch has gloo, but here it shall call what it calls with NCCL.
         transport = sys.modules.get(f"{package}.transport")
         if transport:
+            # In place of transport_for of stage 4, which chooses by the backend.
             native = staticmethod(lambda group, device, dtype: transport.Transport(group))
             patches.enter_context(mock.patch.object(core, "transport_for", native))
         yield
