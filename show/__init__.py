@@ -1,1 +1,1 @@
-"""Watch it run: the cores recorded from outside, line by line, on every rank, and played in a terminal or on a page."""
+"""Watch it run: each stage's optimizer is recorded from outside, line by line, on every rank, and a page plays that."""

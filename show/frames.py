@@ -1,29 +1,52 @@
-"""Makes one recording out of what all ranks have recorded, as plain data that json can hold: for page and scenes.
+"""Joins what each rank has recorded into one recording: plain data that json can hold.
 
-A recording is a list of frames, on one clock. The clock is logical: it orders only what messages order, so two
-recordings of a program have the same frames. A rank executes one line per frame. A message arrives at the earliest one
-frame after it has left, and a collective ends one frame after the last rank has begun it. A rank that waits stays at
-its line until then. The entries of a recording:
+The web page docs/watch.html plays a recording, and show/scenes.py draws pictures of it. A program, of which there is a
+recording, is a short training on several ranks with one core. The core is the optimizer class that is shown: that of a
+stage of this project (folders stage*/), or of replicated training (show/replicated.py).
 
-ranks, params    of the program; params: number of elements of each parameter
-files        [name, source] of each file of the core; the first is that of the loop
-functions    [name, file, first line, last line, docstring]; file: an index in `files`
-owners       for each element the rank that steps it, or -1 where every rank does
-storages     {rank, row, part, numel, nbytes}: memory of a rank, and the row of cells in which it is drawn
-sent_bytes   bytes that a rank sends in a step, on average
-operations   {kind, whole, what, params, start, end, arrows, moves}: what the ranks send in one collective
+A recording is a list of frames, as a film is. All ranks share one clock, which counts frames. The clock is logical: it
+orders only what messages order, so two recordings of a program have the same frames. In a frame each rank executes one
+line, or waits. A message arrives one frame after it has left, or later. A collective ends one frame after the last rank
+has begun it. A rank that waits for a message stays at its line until the message has arrived.
+
+The entries of a recording are below. Elements are those of all parameters of the model, counted from 0.
+
+ranks        the number of ranks
+params       the number of elements of each parameter
+files        [name, source] of each file that is shown: first show/loop.py, the training loop, then the core's files
+functions    [name, file, first line, last line, docstring] of each function in the files; file: an index in `files`
+owners       for each element the rank that updates the element, or -1 if several ranks do
+storages     {rank, row, part, numel, nbytes}: a piece of memory of a rank, which consists of cells of 4 bytes
+    row      the name beside the row of cells in which the memory is drawn, such as "gradients"
+    part     tells storages of the same row apart: "p0" of parameter 0, or the number of an object, such as a buffer
+sent_bytes   the bytes that a rank sends in a step of training, on average
+operations   {kind, whole, what, params, start, end, arrows, moves} of each collective. An all-reduce is two operations:
+             a reduce-scatter and an all-gather
     kind     "broadcast", "reduce-scatter" or "all-gather"
-    whole    the kind again; "all-reduce" in each of the two operations of an all-reduce
-    what     "gradients" or "parameters"
+    whole    "all-reduce" in both operations of an all-reduce, otherwise the same as `kind`
+    what     what the ranks send: "gradients" or "parameters"
     params   numbers of the parameters of which all elements are sent
     start    the first frame in which a rank sends
-    end      the frame in which all has arrived
-    arrows   [from, to, bytes, first frame, frame of arrival] of each message
-    moves    for each arrow the cells that fly: [storage, first cell, storage where they arrive, first cell, how many]
-frames       {phase, step, at, memory}: differences to the frame before
-    at       [rank, stack], of ranks that have moved; stack: [function, line], …, outermost first
-    memory   [storage, its cells]; null for the cells of a storage that has been released
-             a cell is [value, kind, element, origin]: see show/labels.py; the value of NaN is null
+    end      the frame in which the last message arrives
+    arrows   [from, to, bytes, frame in which it leaves, frame of arrival] of each message; from, to: ranks
+    moves    [source, first cell, target, first cell, number of cells] of each message, in the order of `arrows`: the
+             cells that fly from the storage `source` of the sender to the storage `target` of the receiver
+frames       {phase, step, at, memory} of each frame. The last two hold only what differs from the frame before
+    phase    what rank 0 is in, such as "backward" or "sync_grads"
+    step     which step of training rank 0 is in, from 0 on
+    at       [rank, stack] of each rank that has moved. stack: [function, line] of each running function, outermost
+             first; function: an index in `functions`
+    memory   [storage, cells] of each storage with changed cells; storage: an index in `storages`. cells is null after
+             the storage has been released. A cell is [value, kind, element, origin], see Cell; a value of NaN is null
+
+Each rank's own record is a list of events, see Event in show/trace.py. An event is a line that the rank has executed,
+or a part of such a line, in which a message leaves or arrives. This file reads of an event:
+
+stack        the Places (file, line, function and call) at which the rank is, outermost first
+is_line      False if the rank is still in the line of the event before
+starts       calls that send a message: Calls of show/wires.py. A Call is what one rank does of an operation
+ends         keys of the operations whose messages arrive. Calls of one operation have the same key on all ranks
+cells        {number of a storage: its Cells after the event}. This number, uid, counts the storages of one rank
 """
 
 import ast
@@ -36,27 +59,34 @@ CELL_BYTES = 4  # all values that are shown have 32 bits
 
 
 class Cell(NamedTuple):
-    """What an element of a storage holds: see show/labels.py."""
-    value: float | None
+    """What 4 bytes of a storage hold. show/labels.py finds out what that is, and lists all kinds."""
+    value: float | None  # None: NaN, or infinite
+    # "gradient", "share" (a gradient divided by the number of ranks), "average" (over ranks); "old", "new" or "stale"
+    # (a parameter before it is updated, after that, and a parameter that is still old in the next step); "moment", …
     kind: str
-    element: int | None
+    element: int | None  # the element of the model that the value belongs to, if any
+    # The rank that a gradient or share comes from, the step of an average, or how many steps have updated a parameter.
     origin: int | None
 
 
 def folded(events):
-    """Merge each later iteration of a loop into the event before, if the iteration neither sends nor waits."""
+    """Return the events of a rank without repetitions: a loop that only computes is shown once.
+
+    If the rank is back at a line, and has sent nothing since it was there, the event and what its line calls are merged
+    into the event before. But a repetition that sends, or calls a function that waits, stays.
+    """
     result = []
-    n_starts = 0
+    n_starts = 0  # how many messages have left
     n_starts_at = {}  # place -> how many messages had left when the rank was there last
     index = 0
     while index < len(events):
         event = events[index]
-        place = event.stack[-1:]
+        place = event.stack[-1:]  # (the innermost Place,), or () outside all functions
         body = body_of(events, index)
         sends = any(inner.starts for inner in body)
         # Whether a function that this line calls waits for a message.
         calls_what_waits = any(inner.ends and len(inner.stack) > len(event.stack) for inner in body)
-        # The rank is back at a line, and has sent nothing since it was there.
+        # Whether the rank is back at a line, and has sent nothing since it was there.
         is_again = bool(result) and event.is_line and n_starts_at.get(place) == n_starts
         if is_again and not calls_what_waits and not sends:
             ends = [key for inner in body for key in inner.ends]
@@ -72,7 +102,7 @@ def folded(events):
 
 
 def body_of(events, index):
-    """Return the event with this index, and the events in the functions that its line calls."""
+    """Return the event with this index, and the events after it in the same line and in functions that it calls."""
     first = events[index]
     body = [first]
     for event in events[index + 1 :]:
@@ -85,7 +115,10 @@ def body_of(events, index):
 
 
 def in_frames(events_of_ranks):
-    """Return for each frame {rank: its event}, of the ranks that move in the frame."""
+    """Return a dict for each frame: {rank: the rank's event in the frame}, without ranks that wait.
+
+    events_of_ranks: for each rank the list of its events.
+    """
     events_to_come = [deque(events) for events in events_of_ranks]
     n_ranks = len(events_to_come)
     frames = []
@@ -93,25 +126,28 @@ def in_frames(events_of_ranks):
     while any(events_to_come):
         frame = {}
         for rank, events in enumerate(events_to_come):
+            # The next event happens only when all ranks have begun the operations that end in it.
             if events and all(n_callers[key] == n_ranks for key in events[0].ends):
                 frame[rank] = events.popleft()
         if not frame:
             raise RuntimeError("ranks wait for each other for ever")
-        # After all ranks have moved: what begins in this frame can't end before the next.
+        # Counted after all ranks have moved: an operation that begins in this frame can't end before the next.
         for event in frame.values():
-            n_callers.update(operation.key for operation in event.starts)
+            n_callers.update(call.key for call in event.starts)
         frames.append(frame)
     return frames
 
 
 def recording(records, program):
-    """Return the recording of a program. records: what `record_rank` returns, of each rank."""
-    sources = records[0].sources
-    files = list(sources)
+    """Return the recording of a program. records: for each rank its Record, see show/record.py."""
+    sources = records[0].sources  # name of a file -> its source
     functions = []
-    for file, source in enumerate(sources.values()):
-        functions += functions_in(file, ast.parse(source))
-    function_numbers = {(files[file], first): number for number, (_, file, first, *_) in enumerate(functions)}
+    function_numbers = {}  # (name of a file, first line of a function) -> index in `functions`
+    for file, (name, source) in enumerate(sources.items()):
+        for function in functions_in(file, ast.parse(source)):
+            _, _, first_line, *_ = function
+            function_numbers[name, first_line] = len(functions)
+            functions.append(function)
     storage_numbers = {}  # (rank, uid) -> index in recording["storages"]
     for rank, record in enumerate(records):
         for event in record.events:
@@ -119,29 +155,30 @@ def recording(records, program):
                 storage_numbers.setdefault((rank, uid), len(storage_numbers))
     schedule = in_frames([record.events for record in records])
     frames = []
-    cells_before = [{} for _ in records]  # of each rank: storage -> cells
+    cells_before = [{} for _ in records]  # for each rank {uid: cells} after its last event
     event_of_rank_0 = records[0].events[0]
     for events in schedule:
         event_of_rank_0 = events.get(0, event_of_rank_0)
         at = []
         memory = []
         for rank, event in events.items():
-            at.append([rank, [[function_numbers[place.file, place.first_line], place.line] for place in event.stack]])
+            stack = [[function_numbers[place.file, place.first_line], place.line] for place in event.stack]
+            at.append([rank, stack])
             for uid in cells_before[rank] | event.cells:
-                cells = event.cells.get(uid)
+                cells = event.cells.get(uid)  # None: the storage has been released
                 if cells != cells_before[rank].get(uid):
                     memory.append([storage_numbers[rank, uid], cells])
             cells_before[rank] = event.cells
         frames.append({"phase": event_of_rank_0.phase, "step": event_of_rank_0.step, "at": at, "memory": memory})
-    sent = operations(schedule, program.params, storage_numbers)
-    sent_bytes = sum(n_bytes for operation in sent for _, _, n_bytes, *_ in operation["arrows"])
+    all_operations = operations(schedule, program.params, storage_numbers)
+    sent_bytes = sum(n_bytes for operation in all_operations for _, _, n_bytes, *_ in operation["arrows"])
     return {
         "ranks": program.ranks, "params": list(program.params),
         "files": list(sources.items()),
         "functions": functions,
         "owners": [owner_of(element, records) for element in range(sum(program.params))],
         "storages": [records[rank].storages[uid] for rank, uid in storage_numbers],
-        "operations": sent,
+        "operations": all_operations,
         "sent_bytes": sent_bytes / program.ranks / program.steps,
         "frames": frames,
     }
@@ -154,11 +191,14 @@ def owner_of(element, records):
 
 
 def functions_in(file, parent, prefix=""):
-    """Return the entry of recording["functions"] of each function in a syntax tree, outer functions first."""
+    """Return the entry of recording["functions"] of each function in a syntax tree, outer functions first.
+
+    file: the number of the file. parent: a node of the tree. prefix: what the names of functions in it begin with.
+    """
     functions = []
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef):
-            # As Python's tracing has it, a function begins with its first decorator.
+            # For Python's tracing, which show/trace.py uses, a function begins with its first decorator.
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             functions.append([prefix + node.name, file, first, node.end_lineno, ast.get_docstring(node) or ""])
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -167,18 +207,19 @@ def functions_in(file, parent, prefix=""):
 
 
 def operations(schedule, params, storage_numbers):
-    """Return recording["operations"]. An operation consists of one call on each rank: an Operation of show/wires.py."""
-    calls = {}  # key -> {rank: Operation}
-    sent = {}  # key -> Cells that are sent, of all ranks
-    starts = {}  # (key, rank) -> number of a frame
-    ends = {}  # (key, rank) -> number of a frame
+    """Return recording["operations"]. schedule: what `in_frames` returns. params: see recording["params"]."""
+    calls = {}  # key of an operation -> {rank: its Call}
+    sent_cells = {}  # key of an operation -> the Cells that all ranks send
+    starts = {}  # (key, rank) -> number of the frame in which the rank calls
+    ends = {}  # (key, rank) -> number of the frame in which the messages to this rank arrive
     for number, events in enumerate(schedule):
         for rank, event in events.items():
-            for operation in event.starts:
-                uid, first, end = operation.reads
-                calls.setdefault(operation.key, {})[rank] = operation
-                sent.setdefault(operation.key, []).extend(event.cells.get(uid, ())[first:end])
-                starts[operation.key, rank] = number
+            for call in event.starts:
+                # A Span (show/trace.py): the number of a storage, and its cells from `first` to before `end`.
+                uid, first, end = call.reads
+                calls.setdefault(call.key, {})[rank] = call
+                sent_cells.setdefault(call.key, []).extend(event.cells.get(uid, ())[first:end])
+                starts[call.key, rank] = number
             for key in event.ends:
                 ends[key, rank] = number
     result = []
@@ -186,13 +227,13 @@ def operations(schedule, params, storage_numbers):
         arrows = []
         moves = []
         for sender, receiver in itertools.permutations(sorted(call_of_rank), 2):
-            if call_of_rank[sender].root in (None, sender):
+            if call_of_rank[sender].root in (None, sender):  # in a broadcast only the root sends
                 move = move_of(call_of_rank, sender, receiver, storage_numbers)
-                n_bytes = CELL_BYTES * move[-1]
-                arrival = ends.get((key, receiver), len(schedule))  # nobody may have waited for it
-                arrows.append([sender, receiver, n_bytes, starts[key, sender], arrival])
+                *_, n_cells = move
+                arrival = ends.get((key, receiver), len(schedule))  # after the end if the receiver never waits for it
+                arrows.append([sender, receiver, CELL_BYTES * n_cells, starts[key, sender], arrival])
                 moves.append(move)
-        what, params_sent = contents(sent[key], params)
+        what, params_sent = contents(sent_cells[key], params)
         result.append({
             "kind": call_of_rank[0].kind, "whole": call_of_rank[0].whole, "what": what, "params": params_sent,
             "start": min(start for _, _, _, start, _ in arrows), "end": max(end for _, _, _, _, end in arrows),
@@ -203,16 +244,18 @@ def operations(schedule, params, storage_numbers):
 def contents(cells, params):
     """Return what is sent, "gradients" or "parameters", and the numbers of the parameters that are sent whole.
 
-    Padding may hold some elements of an earlier message, but never all elements of a parameter.
+    cells: what all ranks send in one operation. Some of them may be padding, which makes a message longer, and still
+    holds what an earlier message left there.
     """
     gradients = {cell.element for cell in cells if cell.kind in ("gradient", "share", "average")}
     parameters = {cell.element for cell in cells if cell.kind in ("old", "new", "stale")}
     what = "gradients" if gradients else ""
-    if parameters:
+    if parameters:  # gradients beside them could only be padding, left over from an earlier message
         what = "parameters"
     params_sent = []
     first = 0
     for index, numel in enumerate(params):
+        # All elements, because padding may hold some elements of a parameter, but never all.
         if (gradients | parameters).issuperset(range(first, first + numel)):
             params_sent.append(index)
         first += numel
@@ -220,24 +263,26 @@ def contents(cells, params):
 
 
 def move_of(call_of_rank, sender, receiver, storage_numbers):
-    """Return the cells that fly from rank to rank, as an entry of `moves`. call_of_rank: {rank: its Operation}."""
+    """Return the entry of `moves` for a message from `sender` to `receiver`. call_of_rank: {rank: its Call}."""
     kind = call_of_rank[sender].kind
-    # Each is a Span (show/trace.py): the number of a storage, and cells of the storage.
     uid, first, end = call_of_rank[sender].reads
-    target_uid, target, target_end = call_of_rank[receiver].writes
-    n_cells = min(end - first, target_end - target)
+    target_uid, target_first, target_end = call_of_rank[receiver].writes
+    n_cells = min(end - first, target_end - target_first)
     if kind == "reduce-scatter":
         first += receiver * n_cells
     if kind == "all-gather":
-        target += sender * n_cells
-    # Memory that no name leads to isn't shown, and has no number.
+        target_first += sender * n_cells
+    # Memory that no variable or attribute leads to isn't shown, and has no number: None.
     source_number = storage_numbers.get((sender, uid))
     target_number = storage_numbers.get((receiver, target_uid))
-    return [source_number, first, target_number, target, n_cells]
+    return [source_number, first, target_number, target_first, n_cells]
 
 
 def memory_after(recording, frame):
-    """Return {storage: its Cells} as all ranks hold them after a frame; None for a storage that has been released."""
+    """Return {storage: its Cells} as all ranks hold them after a frame; None for a storage that has been released.
+
+    storage: an index in recording["storages"]. frame: the number of the frame.
+    """
     memory = {}
     for changes in recording["frames"][: frame + 1]:
         for storage, cells in changes["memory"]:

@@ -1,57 +1,66 @@
-"""The picture of README.md's first screen: a step of DDP, of stage 3 and of stage 4, one after the other on one clock.
+"""Draws the picture at the top of README.md: how four ranks train a step with DDP, with stage 3 and with stage 4.
 
-The picture is a diagram and no recording: a row is a kind of memory, cut into the quarters of four ranks. Bytes and
-values are those of AdamW in fp32, d = 4. The clock starts with the backward pass and stops after the next forward pass.
-The same work takes the same time in each system. How long a forward pass, a backward pass and half of an all-reduce
-take beside each other was measured at 300 Mbit/s, as were the times in README.md's table.
+Stages 3 and 4 of this project (folders stage*/) are optimizers that shard: each of the four ranks averages and updates
+a quarter of the parameters. With DDP every rank updates all of them. Each of the three is called a system.
+
+The picture is an animation. It is drawn from the constants below, and not from a recording of a program. A system has
+four columns, one for each rank, and in a column a row of four cells for each kind of memory, such as gradients. A cell
+is a quarter: the part of this memory that belongs to the rank with the number of the quarter. Below the cells are two
+lines with bars: what a rank computes, and what it sends meanwhile.
+
+Each system has a clock. It starts with the backward pass and stops after the next forward pass. Bytes are those of
+AdamW with 32-bit values. The same work takes as long in each system: the ratio of a forward pass, a backward pass and
+half of an all-reduce was measured on a network of 300 Mbit/s, as were the times in README.md's table.
 """
 
 from itertools import permutations, product
 from typing import NamedTuple
 
-from .picture import Picture, Tile, spans
+from .picture import Picture, Tile, with_stops
 
 RANKS = range(4)
-LEFT = 78  # pixels
-RANK = 92  # width of a rank
-GAP = 12
-CELL = 23  # width of a quarter
-LINE = 11
-WIDTH = 500
-UNIT = 28  # pixels of a unit of the clock
+# In pixels, as all numbers without a name in what follows.
+LEFT = 78  # where the first rank's column begins
+RANK = 92  # width of a rank's column
+GAP = 12  # between two columns
+CELL = 23  # width of a cell
+LINE = 11  # height of a cell
+WIDTH = 500  # of the picture
+UNIT = 28  # width of a unit of the clock, in bars
 HEIGHT = 118  # of a system
-SECONDS_A_UNIT = 0.56
-PAUSE_S = 2.2
-# In units of the clock.
-BACKWARD = 4
-FORWARD = 2
-HALF_ALL_REDUCE = 4.105
-UPDATE = 0.2  # of all parameters
-FIRST_BUCKET = 0.25  # until the first bucket is full
-JUST_AFTER_0 = 0.01  # what a history has at 0 is seen before the clock starts, too
-ROWS = ("parameters", "gradients", "moments", "")  # the last: the other moments
+SECONDS_A_UNIT = 0.56  # seconds of the animation in a unit of the clock
+PAUSE_S = 2.2  # seconds of the animation before each system
+# In units of a system's clock.
+BACKWARD = 4  # length of the backward pass
+FORWARD = 2  # length of the forward pass
+HALF_ALL_REDUCE = 4.105  # length of a reduce-scatter or an all-gather of everything
+UPDATE = 0.2  # length of an update of all parameters
+FIRST_BUCKET = 0.25  # when the first gradients can be sent: a bucket is a part of them that is sent at once
+JUST_AFTER_0 = 0.01  # when a first caption appears: what a system shows at 0 is seen before the clock starts, too
+ROWS = ("parameters", "gradients", "moments", "")  # AdamW has two moments of each parameter: the last row is the second
 
 
 class System(NamedTuple):
     """DDP, stage 3 or stage 4: what happens when. Times are units of the clock; a pair of times is (start, end)."""
     title: str
-    reduce_scatter: tuple
-    update: tuple
-    all_gather: tuple
-    forward: list  # a pair of times for each part of the forward pass
+    reduce_scatter: tuple  # a pair of times; of DDP: the first half of its all-reduce
+    update: tuple  # a pair of times
+    all_gather: tuple  # a pair of times; of DDP: the second half of its all-reduce
+    forward: list  # a pair of times for each part of the forward pass: stage 4 may wait between the parts
     is_sharded: bool
-    held_bytes: int  # by a rank, for each parameter
+    held_bytes: int  # bytes that a rank holds for each parameter of the model
     words: dict  # time -> the caption from then on
 
     @property
     def end(self):
+        """The time at which the next forward pass ends."""
         _, end = self.forward[-1]
         return end
 
     def histories(self):
-        """Return for each of ROWS the history of the quarter that a rank averages, and of the other quarters.
+        """Return for each of ROWS two histories: of the quarter that a rank averages, and of the other quarters.
 
-        A history is {time: kind of cell from then on}; the kind "" is no cell.
+        A history is {time: kind of the cell from then on}. Kinds are keys of KINDS in show/picture.py; "": no cell.
         """
         _, averaged = self.reduce_scatter
         _, updated = self.update
@@ -73,19 +82,23 @@ class System(NamedTuple):
 
 
 def system_of(title, sends_at, held_bytes, is_sharded=True):
-    """Return a System. sends_at: when a rank begins to send. Stage 4 receives during the next forward pass."""
+    """Return a System. sends_at: when a rank begins to send gradients.
+
+    A system that begins before the backward pass ends, and shards, is stage 4: there the all-gather also goes on during
+    the next forward pass.
+    """
     averaged = sends_at + HALF_ALL_REDUCE
     if is_sharded:
-        updated = averaged + UPDATE / 4
-        end = updated + HALF_ALL_REDUCE
+        updated = averaged + UPDATE / 4  # a rank updates a quarter
+        done = updated + HALF_ALL_REDUCE  # every rank has all new parameters
         update = (averaged, updated)
-        all_gather = (updated, end)
+        all_gather = (updated, done)
     else:
         gathered = averaged + HALF_ALL_REDUCE
-        end = gathered + UPDATE
+        done = gathered + UPDATE
         all_gather = (averaged, gathered)
-        update = (gathered, end)
-    forward = [(end, end + FORWARD)]
+        update = (gathered, done)
+    forward = [(done, done + FORWARD)]
     words = {JUST_AFTER_0: "Backward pass: each rank has its own gradients."}
     if not is_sharded:
         words |= {sends_at: "All-reduce, first half: each rank averages a quarter.",
@@ -103,37 +116,42 @@ def system_of(title, sends_at, held_bytes, is_sharded=True):
     return System(title, (sends_at, averaged), update, all_gather, forward, is_sharded, held_bytes, words)
 
 
+# Bytes that a rank holds for each parameter. DDP: 4 each for the parameter, the gradient and two moments. Stage 3: 4, 4
+# and a quarter of the moments' 8. Stage 4: 4 and a quarter of 12, because it keeps only a quarter of the gradients.
 SYSTEMS = [system_of("DDP", FIRST_BUCKET, 16, is_sharded=False), system_of("Stage 3", BACKWARD, 10),
            system_of("Stage 4", FIRST_BUCKET, 7)]
 
 
 def draw(picture, top, system, start_s):
-    """Draw a system below `top`. Its clock starts at the second `start_s` of the picture."""
+    """Draw a system into a Picture, below the y `top`. The clock starts at the second `start_s` of the animation."""
     def second_of(time):
         return start_s + time * SECONDS_A_UNIT
 
     def spans_of(history):
-        seconds = [(second_of(time) if time else 0, part) for time, part in history.items()]
-        return spans(seconds, picture.seconds)
+        """Return [(kind or words, start, stop), …] in seconds of the animation. history: {time: kind or words}."""
+        seconds = [(second_of(time) if time else 0, shown) for time, shown in history.items()]
+        return with_stops(seconds, picture.seconds)
 
     def tile(rank, quarter, line, kind):
+        """Return the cell of a quarter, which has the colour of its owner, in the column of a rank. line: of ROWS."""
         return Tile(kind, quarter, LEFT + rank * (RANK + GAP) + quarter * CELL, top + 16 + line * LINE, CELL, LINE)
 
     picture.text(8, top + 11, system.title, "strong")
     done = f"Done in {system.end / SYSTEMS[0].end:.2f} of DDP's time."
     if system is SYSTEMS[0]:
         done = "Done: every rank holds all moments."
-    for words, *span in spans_of({0: "", **system.words, system.end: done}):
-        picture.text(LEFT, top + 11, words, "", *span)
-    for line, (row, (own, others)) in enumerate(zip(ROWS, system.histories())):
-        picture.text(LEFT - 8, top + 25 + line * LINE, row, "end")
+    # At 0 no caption: only then the captions begin where their times say.
+    for words, start, stop in spans_of({0: "", **system.words, system.end: done}):
+        picture.text(LEFT, top + 11, words, "", start, stop)
+    for line, (own, others) in enumerate(system.histories()):
+        picture.text(LEFT - 8, top + 25 + line * LINE, ROWS[line], "end")
         for rank, quarter in product(RANKS, RANKS):
-            for kind, *span in spans_of(own if rank == quarter else others):
+            for kind, start, stop in spans_of(own if rank == quarter else others):
                 if kind:
-                    picture.add(tile(rank, quarter, line, kind), *span)
+                    picture.add(tile(rank, quarter, line, kind), start, stop)
     n_flown = draw_flights(picture, system, second_of, tile)
     draw_bars(picture, top, system, second_of)
-    values = n_flown / len(RANKS) ** 2  # a cell is a quarter of the parameters, and four ranks send
+    values = n_flown / len(RANKS) ** 2  # that a rank sends for each parameter: a cell is a quarter, and four ranks send
     picture.text(LEFT - 8, top + 101, "holds", "end")
     picture.rect(LEFT, top + 92, 5 * system.held_bytes, 10, "bar")
     words = f"{system.held_bytes} bytes, and sends {values:g} values, for each parameter"
@@ -141,8 +159,9 @@ def draw(picture, top, system, start_s):
 
 
 def draw_flights(picture, system, second_of, tile):
-    """Draw what flies: first one message alone, then the others. Return how many cells fly.
+    """Draw the cells that fly from rank to rank. Return how many cells fly.
 
+    First the message from rank 0 to rank 1 flies alone, so that an eye can follow it, and then all others together.
     second_of, tile: the functions in `draw`.
     """
     n_flown = 0
@@ -151,11 +170,11 @@ def draw_flights(picture, system, second_of, tile):
         alone_until = start + (stop - start) * 0.4
         for sender, receiver in permutations(RANKS, 2):
             if half == system.reduce_scatter:
-                flying = tile(sender, receiver, 1, "gradient")
+                flying = tile(sender, receiver, 1, "gradient")  # the receiver averages this quarter
             elif system.is_sharded:
-                flying = tile(sender, sender, 0, "new")
+                flying = tile(sender, sender, 0, "new")  # the sender has updated this quarter
             else:
-                flying = tile(sender, sender, 1, "average")
+                flying = tile(sender, sender, 1, "average")  # the sender has averaged this quarter
             leaves = alone_until
             arrives = stop
             if (sender, receiver) == (0, 1):
@@ -167,15 +186,22 @@ def draw_flights(picture, system, second_of, tile):
 
 
 def draw_bars(picture, top, system, second_of):
-    """Draw what a rank computes, from left to right, and below it what the rank sends."""
-    gathered = "parameters" if system.is_sharded else "gradients"
+    """Draw two lines of bars, from left to right on the system's clock: what a rank computes, and what it sends.
+
+    second_of: the function in `draw`.
+    """
+    what_is_gathered = "parameters" if system.is_sharded else "gradients"
 
     def draw_bar(words, y, name, what, times):
+        """Draw a bar, which is marked while the clock is in it, and left of its line the words.
+
+        name: written in the bar if there is room. what: "gradients" or "parameters", which gives a colour, or "".
+        """
         start, stop = times
         x = LEFT + UNIT * start
         width = max(2, UNIT * (stop - start) - 1)
         picture.text(LEFT - 8, y + 9, words, "end")
-        picture.rect(x, y, width, 12, f"bar {what}" if what else "line")
+        picture.rect(x, y, width, 12, f"bar {what}" if what else "line")  # classes of show/page/cells.css
         picture.rect(x, y, width, 12, f"bar {what} live", second_of(start), second_of(stop))
         if width > 5 * len(name):
             picture.text(x + width / 2, y + 10, name, "middle")
@@ -185,14 +211,14 @@ def draw_bars(picture, top, system, second_of):
     for name, times in computed:
         draw_bar("computes", top + 62, name, "", times)
     draw_bar("sends", top + 76, "reduce-scatter", "gradients", system.reduce_scatter)
-    draw_bar("sends", top + 76, "all-gather", gathered, system.all_gather)
-    if len(system.forward) > 1:
+    draw_bar("sends", top + 76, "all-gather", what_is_gathered, system.all_gather)
+    if len(system.forward) > 1:  # then each part is too short for the name
         picture.text(LEFT + UNIT * system.end + 4, top + 72, "forward")
 
 
 def picture():
-    """Return the Picture: system below system, each of which starts when the system before is done."""
-    starts = [PAUSE_S]
+    """Return the Picture of all systems, one below the other. Each starts when the system above is done."""
+    starts = [PAUSE_S]  # seconds of the animation
     for system in SYSTEMS:
         starts.append(starts[-1] + system.end * SECONDS_A_UNIT + PAUSE_S)
     end = starts[-1] + 2 * PAUSE_S
@@ -205,5 +231,5 @@ def picture():
     bottom = 48 + len(SYSTEMS) * HEIGHT
     drawn.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
     drawn.legend(8, bottom)
-    drawn.height += 14
+    drawn.height += 14  # for the words about widths, which are below the legend
     return drawn

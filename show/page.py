@@ -1,6 +1,12 @@
-"""Makes the page that plays: the idea, replicated training, the stages, and each chapter's "bug that you will write".
+"""Writes docs/watch.html, the page that plays programs line by line, and the pictures that are drawn from its data.
 
-The page is one file that needs nothing else. It can hold one program alone, too: that is what `make show` writes.
+A program (show/record.py) is a short training on several ranks with one optimizer. The page has a tab for replicated
+training, where every rank updates all parameters, as with DDP; a tab for each stage, an optimizer of this project that
+shards (folders stage*/); a tab for their common idea; and a menu of bugs. A bug is a stage with one mistake, the one
+that its chapter warns of.
+
+Each program is recorded once, and its recording (show/frames.py) becomes a part of the page. The page is one file that
+needs nothing else. `make show` writes a page with one program alone.
 """
 
 import base64
@@ -19,15 +25,15 @@ from .record import Edit, Program, record_rank
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "watch.html"
 ALONE = Path("measured", "show.html")  # in the folder from which the program is started
-# Numbers of elements of the parameters: 16 in all, so that a cell has room for its value.
-OWNED = (2, 2, 3, 3, 3, 3)  # every rank owns some tensors, and rank 0 two
-IN_BUCKETS = (2, 2, 4, 4, 4)  # four buckets, of one tensor or two, that need no padding
+# Numbers of elements of each parameter: 16 in all, so that on the page a cell has room for its value.
+OWNED = (2, 2, 3, 3, 3, 3)  # for stages 1 and 2, where each rank updates whole parameters: here one or two
+IN_BUCKETS = (2, 2, 4, 4, 4)  # for stage 4: four buckets, each of one parameter or two, which need no padding
 REPLICATED = Program(replicated.__name__)
 BROADCAST = Program(STAGE_1, params=OWNED)
 ALL_GATHER = Program(STAGE_2, params=OWNED)
 GRAD_BUFFER = Program(STAGE_3)
 OVERLAP = Program(STAGE_4, params=IN_BUCKETS, bucket_bytes=16)
-# Formulas of bytes. Ψ: elements of the model; d: ranks.
+# Formulas of bytes that the page shows. Ψ: number of elements of the model; d: number of ranks.
 SENT_TWICE = "2·4Ψ·(d-1)/d"
 SENT_THRICE = "3·4Ψ·(d-1)/d"
 HELD_IF_SHARDED = "(8 + 8/d)Ψ"
@@ -35,34 +41,34 @@ HELD_IF_SHARDED = "(8 + 8/d)Ψ"
 
 @dataclass(frozen=True)
 class Shown:
-    """A program of the page, and what the page says of the program besides its beats."""
-    id: str
-    short: str
+    """A program of the page, and what the page says about it. Sentences about single lines are in show/beats.txt."""
+    id: str  # in links to the page, and in show/beats.txt
+    short: str  # the words on the tab, or in the menu of bugs
     title: str
     program: Program
     sent: str = ""  # formula of the bytes that a rank sends in a step
     held: str = ""  # formula of the bytes that a rank holds after the step with AdamW, before zero_grad
-    held_bytes: int = 0  # what the formula `held` gives
-    right: Program | None = None  # the program that is shown beside this one: without the bug, or DDP
+    held_bytes: int = 0  # what the formula `held` gives for this program
+    right: Program | None = None  # if given, this program is shown beside: without the bug, or replicated training
     is_bug: bool = False
-    tab: str = ""  # the id of the tab that leads to this program, if the program has no tab
+    tab: str = ""  # if the program has no tab of its own: the id of the program whose tab leads to this program
 
 
 def bug(id, short, title, program, before, after):
-    """Return `program` with an edit of its optimizer.py: `before` is replaced by `after`."""
+    """Return a Shown of `program` with a bug: in its optimizer.py the text `before` is replaced by `after`."""
     edited = replace(program, edit=Edit("optimizer.py", before, after))
     return Shown(id, short, title, edited, right=program, is_bug=True)
 
 
 def idea(d, id, held_bytes, tab=""):
-    """Return stage 3 beside replicated training, on d ranks."""
+    """Return a Shown of stage 3 beside replicated training, on d ranks: the idea that all stages share."""
     title = "An all-reduce in two halves, with the update between them."
     stage_3 = replace(GRAD_BUFFER, ranks=d)
     ddp = replace(REPLICATED, ranks=d)
     return Shown(id, "idea", title, stage_3, SENT_TWICE, HELD_IF_SHARDED, held_bytes, right=ddp, tab=tab)
 
 
-SHOWN = (
+SHOWN = (  # in the order of the page
     idea(4, "idea", 160),
     Shown("0", "0 replicated", "Replicated training: nothing is sharded.", REPLICATED, SENT_TWICE, "16Ψ", 256),
     Shown("1", "1 broadcast", "Stage 1, naive broadcast: each parameter has one owner.", BROADCAST,
@@ -96,14 +102,17 @@ SHOWN = (
 
 @functools.cache
 def recorded(program):
-    """Return the recording of a program (see frames.py), with the places at which its cells are drawn."""
+    """Run a program on its ranks. Return its recording, with the places at which cells are drawn (show/layout.py)."""
     with Workers(program.ranks, timeout_s=600) as workers:
         records = workers.run(record_rank, program)
     return layout.with_places(frames.recording(records, program))
 
 
 def recordings_of(programs_shown):
-    """Return the recording of each Shown, with what the page says of it; then the recordings that are shown beside."""
+    """Return the recordings of some Shown, with what the page says about them, and then those that are shown beside.
+
+    The page finds the recording that is shown beside another by its id, and gives it no tab.
+    """
     recordings = []
     beside = []
     for shown in programs_shown:
@@ -125,18 +134,21 @@ def recordings_of(programs_shown):
 def page(recordings):
     """Return the text of the page that plays `recordings`."""
     data = json.dumps({"programs": recordings}, separators=(",", ":"), ensure_ascii=False)
-    packed = gzip.compress(data.encode(), mtime=0)
+    packed = gzip.compress(data.encode(), mtime=0)  # without the time of day, so that equal data gives an equal page
     parts = {"light": picture.THEMES[""], "dark": picture.THEMES["_dark"], "patterns": picture.patterns(n_owners=8),
              "data": base64.b64encode(packed).decode()}
     parts |= {name: picture.page_file(name) for name in ("cells.css", "watch.css", "watch.js", "calculator.js")}
     text = picture.page_file("watch.html")
-    for name, part in parts.items():
+    for name, part in parts.items():  # the template has a mark such as /*data*/ where a part belongs
         text = text.replace(f"/*{name}*/", part)
     return text + "\n"
 
 
 def write_alone(stage):
-    """Write measured/show.html, the page of one program: that of SHOWN with the id `stage`, or a package `stage`."""
+    """Write measured/show.html, a page with one program.
+
+    stage: the id of a program in SHOWN, or the name or path of a package with a ShardedOptimizer.
+    """
     package = stage.strip("/").replace("/", ".")
     shown = Shown(package, package, f"The core of {package}, line by line.", Program(package))
     for in_page in SHOWN:
@@ -147,7 +159,7 @@ def write_alone(stage):
 
 
 def write_all():
-    """Write docs/watch.html, and the pictures of README.md and the chapters in two themes."""
+    """Write docs/watch.html, and into results/ the pictures of README.md and the chapters, each light and dark."""
     recordings = recordings_of(SHOWN)
     write(PAGE, page(recordings))
     for name, drawn in scenes.pictures({recording["id"]: recording for recording in recordings}).items():

@@ -1,16 +1,24 @@
-"""Draws an SVG that plays as an image, without a script: words, bars and cells, each visible for some seconds.
+"""Draws an animated SVG out of words, bars and cells. Each of them is visible for some seconds of the animation.
 
-Times are seconds; a span is (start, stop). If a reader's system has motion off, the picture shows the second `still`.
-An image can't know which theme GitHub shows, so each picture has two files, light and dark. The page uses the same
-colours, stripes and cells.css.
+The animation is CSS without a script, so that a browser plays the SVG also as an image, inside <img>. An image can't
+know which theme GitHub shows. Therefore each picture is written to two files, a light one and a dark one. If a reader
+has turned off motion in the system, the picture stands still, and shows what is visible at its second `still`.
+docs/watch.html, the page of show/page.py, uses the same colours, stripes and rules of show/page/cells.css.
+
+    cell    the memory of one number, drawn as a small rectangle, which may have the number in it: a Tile
+    kind    what a cell holds, such as a gradient: a key of KINDS. show/labels.py describes all kinds
+    owner   the rank that updates the element of the model that a cell holds: it gives a cell its colour
+    shape   a Tile, or the SVG of a bar
+    span    (start, stop): the second from which a shape or a text is visible, and the second at which it vanishes
 """
 
+from collections import defaultdict
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-THEMES = {
+THEMES = {  # what a picture's file name ends with -> the values of the CSS variables that cells.css uses
     "": "--paper:#fff;--ink:#1c1e21;--soft:#565c66;--line:#d5d9df;--garbage:#d3d7dd;--bad:#c4001a;--grads:#0a7d4f;"
         "--params:#7b3fb5",
     "_dark": "--paper:#0d1117;--ink:#e8eaed;--soft:#a9afb9;--line:#3a3f47;--garbage:#3d434c;--bad:#ff7b86;"
@@ -18,12 +26,19 @@ THEMES = {
 STRIPES = {  # kind of cell -> (pixels from stripe to stripe, degrees, pixels of a stripe, opacity between stripes)
     "gradient": (5, 45, 2.5, 0.3), "share": (3, 45, 0.7, 0.12), "moment": (4, 90, 1.5, 0.25)}
 KINDS = {  # kind of cell -> its words in the legend
-    "gradient": "gradient", "share": "gradient ÷ 4", "average": "average", "old": "old", "stale": "awaited",
-    "new": "new", "moment": "moment", "garbage": "garbage", "padding": "padding"}
+    "gradient": "gradient",  # of one rank, from its own batch
+    "share": "gradient ÷ 4",  # the gradient, divided by the number of ranks, which is 4 in all pictures
+    "average": "average",  # of the gradients of all ranks
+    "old": "old",  # a parameter before it is updated
+    "stale": "awaited",  # a parameter that is still old in the next forward pass, because the new value is on its way
+    "new": "new",  # a parameter after it was updated
+    "moment": "moment",  # of AdamW
+    "garbage": "garbage",  # a value that nobody reads any more
+    "padding": "padding"}  # makes a buffer longer, and belongs to no element of the model
 SENT_DIRECTLY = "Drawn as direct sends, one by one. NCCL's ring sends as many bytes."
-EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has them
-NUMBER_LENGTH = 4  # characters of a number in a cell, at most
-# Styles of a shape at a moment of its animation, in CSS.
+EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has these fractions
+NUMBER_LENGTH = 4  # a number in a cell has this many characters at most
+# Styles of a shape at a moment of the animation, in CSS.
 HIDDEN = "opacity:0"
 SEEN = "opacity:1"
 LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
@@ -31,67 +46,62 @@ LANDS = f"{SEEN};transform:translate(var(--x),var(--y))"
 
 
 def page_file(name):
-    """Return the text of a file of show/page/."""
+    """Return the text of a file in the folder show/page/."""
     return Path(__file__).with_name("page").joinpath(name).read_text(encoding="utf-8").strip()
 
 
 class Tile(NamedTuple):
-    """A cell of memory, drawn by its kind: gradients and moments have stripes, new parameters a border."""
+    """A cell to be drawn: cells.css gives each kind its look, for example a border to new parameters."""
     kind: str
-    owner: int  # -1: every rank
+    owner: int  # a rank; -1: every rank updates the element
     x: int
     y: int
     width: int
     height: int
-    words: str = ""
+    words: str = ""  # what is written in the cell: its number
 
 
 class Picture:
-    """Holds shapes, each with the spans in which it is visible. A shape without a span is always visible."""
+    """Holds shapes and texts, each with the spans in which it is visible."""
 
     def __init__(self, title, width, seconds, still):
         self.title = title
         self.width = width
         self.height = 0  # set by `legend`
         self.seconds = seconds  # how long the picture plays before it begins anew
-        self.still = still  # the second that is seen where motion is off
-        self.shapes = {}  # Tile, or the SVG of a bar -> [(start, stop), …]
-        self.texts = {}  # SVG -> [(start, stop), …]
-        self.flights = {}  # (start, stop, until, dx, dy), see `fly` -> the Tiles that fly so
+        self.still = still  # where motion is off, the picture shows this second
+        self.shapes = defaultdict(list)  # shape -> its spans
+        self.texts = defaultdict(list)  # SVG of a text -> its spans
+        self.flights = {}  # (start, stop, until, dx, dy): the arguments of `fly` -> the Tiles that fly in this way
 
-    def text(self, x, y, words, kind="", *span):
-        """Add words. kind: classes of show/page/cells.css, here and in `rect`."""
-        svg = f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
-        self.texts[svg] = self.prolonged(self.texts.get(svg, []), *span)
+    def text(self, x, y, words, css_class="", start=0, stop=None):
+        """Add words. css_class: classes of cells.css, separated by blanks. stop: by default the picture's end."""
+        svg = f'<text x="{x:g}" y="{y:g}" class="{css_class}">{escape(words)}</text>'
+        self.texts[svg].append((start, stop or self.seconds))
 
-    def rect(self, x, y, width, height, kind, *span):
-        self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>', *span)
+    def rect(self, x, y, width, height, css_class, start=0, stop=None):
+        """Add a bar. css_class and stop: see `text`."""
+        svg = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{css_class}"/>'
+        self.add(svg, start, stop)
 
-    def add(self, shape, *span):
-        """Add a Tile, or the SVG of another shape."""
-        self.shapes[shape] = self.prolonged(self.shapes.get(shape, []), *span)
-
-    def prolonged(self, spans, start=0, stop=None):
-        """Return the spans with (start, stop) too: the last span is prolonged if it ends at `start`."""
-        if stop is None:
-            stop = self.seconds
-        if spans:
-            *spans_before, (last_start, last_stop) = spans
-            if last_stop == start:
-                return [*spans_before, (last_start, stop)]
-        return [*spans, (start, stop)]
+    def add(self, shape, start=0, stop=None):
+        """Make a shape visible from second `start` to `stop`, which is by default the picture's end."""
+        self.shapes[shape].append((start, stop or self.seconds))
 
     def fly(self, tile, dx, dy, start, stop, until):
         """Add a tile that moves by (dx, dy) from second `start` to `stop`, and is visible from `start` to `until`."""
         self.flights.setdefault((start, stop, until, dx, dy), []).append(tile)
 
     def legend(self, x, y):
-        """Draw an example of each kind of cell, and set the height of the picture, whose last lines these are."""
+        """Draw an example of each kind of cell in the picture, from (x, y) on.
+
+        The legend is the last part of a picture, and sets the picture's height.
+        """
         kinds_drawn = {shape.kind for shape in self.shapes if isinstance(shape, Tile)}
         for kind, words in KINDS.items():
             if kind not in kinds_drawn:
                 continue
-            width = 29 + sum(9 if letter in "mw" else 6 for letter in words)  # an estimate
+            width = 29 + sum(9 if letter in "mw" else 6 for letter in words)  # estimated: pixels of the cell and words
             if x + width > self.width:
                 x = 8
                 y += 17
@@ -103,51 +113,79 @@ class Picture:
 
     def keyframes(self, name, steps):
         """Return the CSS of an animation, whose style jumps from step to step. steps: {second: style from then on}."""
+        # Doubled braces in an f-string are the braces of CSS.
         frames = "".join(f"{100 * second / self.seconds:.4g}%{{{style}}}" for second, style in steps.items())
         return f"@keyframes {name}{{{frames}}}.{name}{{animation:{name} {self.seconds:g}s step-end infinite}}"
 
     def svg(self, theme):
-        """Return the text of the SVG. theme: a key of THEMES."""
-        rules = {}  # name of an animation -> its steps
+        """Return the text of the SVG. theme: a key of THEMES.
+
+        The attribute `opacity` of a group is what is seen where motion is off. Elsewhere an animation overrides it.
+        """
+        animations = {}  # name of an animation -> its steps, see `keyframes`
         body = []
         groups = [*in_groups(self.shapes), *in_groups(self.texts)]  # texts last: they lie on top
         for number, (spans, shapes) in enumerate(groups):
             steps = {0: HIDDEN}
             for start, stop in spans:
                 steps |= {start: SEEN, stop: HIDDEN}
-            rules[f"s{number}"] = steps
+            animations[f"s{number}"] = steps
             is_still = any(start <= self.still < stop for start, stop in spans)
-            body.append(f'<g class="s{number}" opacity="{is_still:d}">{drawn(shapes)}</g>')
+            body.append(f'<g class="s{number}" opacity="{is_still:d}">{svg_of(shapes)}</g>')
         for (start, stop, until, dx, dy), tiles in self.flights.items():
-            # Flights at the same seconds share a rule, in which dx and dy are variables.
+            # Flights at the same seconds share an animation, in which --x and --y stand for dx and dy.
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
-            rules[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
+            # A flight may be visible only until it lands. Without the 0.01 HIDDEN would then replace LANDS in the dict.
+            animations[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
+            # Tiles with numbers fly alone, and a reader's eye follows them: cells.css gives them an outline.
             followed = " followed" if any(tile.words for tile in tiles) else ""
-            body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{drawn(tiles)}</g>')
-        motion = "".join(self.keyframes(name, steps) for name, steps in rules.items())
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="'
-                f'{self.width * 1.4:g}" role="img"><title>{escape(self.title)}</title><style>svg{{{THEMES[theme]}}}'
-                f'{page_file("cells.css")}\n@media(prefers-reduced-motion:no-preference){{{motion}}}</style>{patterns()}'
-                '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(body) + "\n</svg>\n")
+            body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{svg_of(tiles)}</g>')
+        motion = "".join(self.keyframes(name, steps) for name, steps in animations.items())
+        head = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" ',
+            f'width="{self.width * 1.4:g}" role="img"><title>{escape(self.title)}</title>',
+            "<style>svg{", THEMES[theme], "}", page_file("cells.css"),
+            "\n@media(prefers-reduced-motion:no-preference){", motion, "}</style>",
+            patterns(), '<rect width="100%" height="100%" class="paper"/>\n']
+        return "".join(head) + "\n".join(body) + "\n</svg>\n"
 
 
 def in_groups(spans_of_shapes):
-    """Return (spans, shapes that are visible in them), … spans_of_shapes: {shape: its spans}."""
+    """Return pairs of spans and all shapes that are visible in these spans. spans_of_shapes: {shape: its spans}."""
     groups = {}
     for shape, spans in spans_of_shapes.items():
-        groups.setdefault(tuple(spans), []).append(shape)
+        groups.setdefault(joined(spans), []).append(shape)
     return groups.items()
 
 
-def spans(history, end):
-    """Return [(part, start, stop), …]. history: [(start, part), …], where each part lasts until the next, or `end`."""
-    return [(part, start, stop) for (start, part), (stop, _) in pairwise([*history, (end, None)])]
+def joined(spans):
+    """Return the spans as a tuple, where two spans are one if the second begins when the first ends."""
+    result = []
+    last_stop = None
+    for start, stop in spans:
+        if start == last_stop:
+            start, _ = result.pop()
+        result.append((start, stop))
+        last_stop = stop
+    return tuple(result)
 
 
-def drawn(shapes):
-    """Return the SVG of shapes: first of shapes that are SVG already, then of Tiles, a path for all that look alike."""
+def with_stops(history, end):
+    """Return [(what, start, stop), …] of a history [(start, what), …].
+
+    `what` is anything, such as a caption, that is seen from second `start` until the next is seen. The last is seen
+    until second `end`.
+    """
+    return [(what, start, stop) for (start, what), (stop, _) in pairwise([*history, (end, None)])]
+
+
+def svg_of(shapes):
+    """Return the SVG of shapes: first of the bars, then of the Tiles.
+
+    All Tiles of the same kind and owner are drawn as one path, which keeps the file small.
+    """
     svg = []
-    tiles_by_look = {}
+    tiles_by_look = {}  # (kind, owner) -> Tiles
     for shape in shapes:
         if isinstance(shape, Tile):
             tiles_by_look.setdefault((shape.kind, shape.owner), []).append(shape)
@@ -157,12 +195,13 @@ def drawn(shapes):
         outlines = "".join(f"M{tile.x} {tile.y}h{tile.width - 1}v{tile.height - 1}h{1 - tile.width}z" for tile in tiles)
         words = "".join(f'<text x="{tile.x + tile.width // 2}" y="{tile.y + tile.height - 5}">{tile.words}</text>'
                         for tile in tiles if tile.words)
+        # `fill` names a pattern of `patterns`. Kinds without stripes have no pattern: cells.css fills their cells.
         svg.append(f'<g class="cell {kind} o{owner}" fill="url(#{kind}{owner})"><path d="{outlines}"/>{words}</g>')
     return "".join(svg)
 
 
 def patterns(n_owners=4):
-    """Return the stripes of each kind of cell, in the colour of each owner."""
+    """Return the SVG of the stripes of each kind in STRIPES, in the colour of each owner and of -1, every rank."""
     stripes = []
     for owner in range(-1, n_owners):
         for kind, (size, degrees, width, opacity) in STRIPES.items():
@@ -175,11 +214,11 @@ def patterns(n_owners=4):
 
 
 def short_number(value):
-    """Write a number in at most NUMBER_LENGTH characters: eighths as such, of others as many digits as fit."""
-    if value is None:
+    """Write a number in at most NUMBER_LENGTH characters. Eighths are written as a fraction."""
+    if value is None:  # NaN, or infinite
         return "?"
     eighths = 8 * (abs(value) % 1)
-    if eighths in range(1, 8) and abs(value) < 1000:
+    if eighths in range(1, 8) and abs(value) < 1000:  # a float is in a range only if it is a whole number
         sign = "-" if value < 0 else ""
         return f"{sign}{int(abs(value)) or ''}{EIGHTHS[int(eighths) - 1]}"
     for digits in range(NUMBER_LENGTH, 0, -1):

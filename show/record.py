@@ -1,8 +1,18 @@
-"""Runs a program on one rank of several, and records its lines and memory. show/frames.py joins the ranks' records."""
+"""Runs a program on one rank of several, and records which lines the rank executes, and what its memory holds.
+
+A program is a short training with a core. The core is the optimizer class that is shown: the class ShardedOptimizer of
+a stage (a folder stage*/), of show/replicated.py, or of a reader's own package. Three modules take part in a run:
+
+    loop.py     the model and the training loop
+    trace.py    a Trace watches the lines and the memory of the rank, which gives a list of events
+    wires.py    replaces torch's collectives, and tells the Trace of each message
+
+Each program runs twice, with different numbers: labels.py compares the runs, and finds out what each value is, such as
+a gradient. frames.py then joins the records of all ranks into one recording, which the page docs/watch.html plays.
+"""
 
 import contextlib
 import importlib
-import itertools
 import shutil
 import sys
 import tempfile
@@ -18,8 +28,8 @@ from .frames import CELL_BYTES
 from .trace import Trace
 from .wires import Wires
 
-FILES_BESIDE = ("buffer.py", "transport.py")  # what the core is split into, beside its module
-ADAMW = {"lr": 1.0, "weight_decay": 0.0}
+FILES_BESIDE = ("buffer.py", "transport.py")  # files of a stage that are watched like the core's own file
+ADAMW = {"lr": 1.0, "weight_decay": 0.0}  # with these options the first step takes 1 from each parameter
 
 
 class Edit(NamedTuple):
@@ -31,29 +41,30 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Describes a run that is recorded, with AdamW and parameters of 32 bits."""
-    package: str  # the package or module whose ShardedOptimizer is recorded
+    """Describes a training that is recorded, with AdamW and parameters of 32 bits."""
+    package: str  # the name of the package or module that contains the core
     ranks: int = 4
     params: tuple = (5, 2, 9)  # number of elements of each parameter
-    bucket_bytes: int = 1  # for a core with buckets; 1: each parameter has a bucket of its own
-    steps: int = 1
-    edit: Edit | None = None  # of a copy of the package, which is recorded in place of the package
-    is_rank_1_reversed: bool = False  # whether rank 1 calls its layers in the reverse order
-    loop: str = "train"  # a function of show/loop.py
+    # Only stage 4 reads this. It sends gradients in buckets of at least so many bytes; 1: a bucket for each parameter.
+    bucket_bytes: int = 1
+    steps: int = 1  # how many steps of training are shown
+    edit: Edit | None = None  # if given, a copy of the package is recorded, in which this edit has been made
+    is_rank_1_reversed: bool = False  # whether rank 1 calls the model's layers in the reverse order
+    loop: str = "train"  # the name of a function of show/loop.py
 
 
 class Record(NamedTuple):
-    """What one rank has recorded, as plain data."""
-    events: list  # of the steps that are shown, and of the forward pass after them: see Event in show/trace.py
+    """What one rank has recorded. It holds no tensors, and can be sent to another process."""
+    events: list  # Events of show/trace.py: what the rank did in the steps that are shown, and in one more forward pass
     storages: dict  # number of a storage -> {rank, row, part, numel, nbytes}, see show/frames.py
-    owned: set  # elements that the rank updates
-    sources: dict  # name of a file -> its text
+    owned: set  # the elements that the rank updates: elements of all parameters are counted from 0
+    sources: dict  # name of each file that was watched -> its text
 
 
 def plain_inputs(program):
-    """Return weights (n,) and gradients (steps + 1, ranks, n) that a reader can check.
+    """Return weights (n,) and gradients (steps + 1, ranks, n) that a reader can check; n: elements of all parameters.
 
-    There is a step more than is recorded: its forward pass reads what the last step wrote.
+    One more step is run than is shown, because its forward pass reads what the last step wrote.
     """
     elements = torch.arange(1.0, sum(program.params) + 1)
     ranks = 100 * torch.arange(float(program.ranks))
@@ -64,13 +75,13 @@ def plain_inputs(program):
 
 
 def distinguishable_inputs(program):
-    """Return weights and gradients of the same shapes, in which every value has digits of its own.
+    """Return weights and gradients of the same shapes as plain_inputs, in which every value has digits of its own.
 
-    With plain inputs some sums of gradients equal parameters.
+    So it can be told where a value in memory comes from. With plain inputs some sums of gradients equal parameters.
     """
     generator = torch.Generator().manual_seed(53)
     n = sum(program.params)
-    scale = 2.0 ** torch.randint(-4, 5, (n,), generator=generator)
+    scale = 2.0 ** torch.randint(-4, 5, (n,), generator=generator)  # elements differ in size, too
 
     def draw(*shape):
         return (1 + torch.rand(*shape, n, generator=generator)) * scale
@@ -81,14 +92,14 @@ def distinguishable_inputs(program):
 
 
 def core_module(package):
-    """Return the module with the core: `package` itself, if it is a module, or its module optimizer."""
+    """Return the module that contains the core: `package` itself if it is a module, or `package`.optimizer."""
     module = importlib.import_module(package)
     is_package = hasattr(module, "__path__")
     return importlib.import_module(f"{package}.optimizer") if is_package else module
 
 
 def core_files(package):
-    """Return {path: name} of the files that are watched, show/loop.py first."""
+    """Return {path: name} of the files whose lines are watched. The first is show/loop.py."""
     core = Path(core_module(package).__file__)
     files = {loop.__file__: "loop.py"}
     for name in (core.name, *FILES_BESIDE):
@@ -100,10 +111,11 @@ def core_files(package):
 
 @contextlib.contextmanager
 def edited(program):
-    """Yield the name of the program's package, or of a copy of the package with the program's edit."""
+    """Yield the name of the package to run: the program's package, or a copy in which the program's edit is made."""
     if program.edit is None:
         yield program.package
         return
+    # The copy is imported from a temporary folder, which is put on Python's search path.
     source = Path(importlib.import_module(program.package).__file__).parent
     with tempfile.TemporaryDirectory(prefix="edited_") as folder, mock.patch.object(sys, "path", [folder, *sys.path]):
         copy = Path(folder, Path(folder).name)  # a new name each time: Python keeps imported modules by name
@@ -116,27 +128,33 @@ def edited(program):
 
 @contextlib.contextmanager
 def sharding_as_on_a_cluster(package, core):
-    """Inside, the few elements of this model are cut into shards and sent as a cluster does it with many elements.
+    """Return a context in which the core shards and sends the few elements of this model as it does many on a cluster.
 
-    core: the ShardedOptimizer of the package.
+    core: the class ShardedOptimizer of the package.
     """
     with contextlib.ExitStack() as patches:
         torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-        patches.callback(torch.use_deterministic_algorithms, False)
-        # The usual alignment, 64 bytes, would pad the few elements of a shard, and cut through no parameter.
+        patches.callback(torch.use_deterministic_algorithms, False)  # called when the context ends
+        # In stage 4 a shard begins at a multiple of 64 bytes, which are 16 elements. Shards of so few elements would be
+        # mostly padding, and no parameter would be cut in two, as happens on a cluster.
         buffer = sys.modules.get(f"{package}.buffer")
         if hasattr(buffer, "ALIGNMENT"):
             patches.enter_context(mock.patch.object(buffer, "ALIGNMENT", CELL_BYTES))
-        # Stage 4 calls reduce-scatters and all-gathers, as on NCCL, whatever carries the messages here.
+        # Stage 4 calls no reduce-scatter where torch has gloo, but here it shall call what it calls with NCCL.
         transport = sys.modules.get(f"{package}.transport")
         if transport:
+            # In place of transport_for of stage 4, which chooses by the backend.
             native = staticmethod(lambda group, device, dtype: transport.Transport(group))
             patches.enter_context(mock.patch.object(core, "transport_for", native))
         yield
 
 
 def run_traced(rank, program, package, weights, grads):
-    """Train on one rank, and return its Trace."""
+    """Train on this rank, and return its Trace.
+
+    rank: an object of harness/ranks, whose `number` counts ranks from 0. package: the name that `edited` yields.
+    weights, grads: as plain_inputs returns them.
+    """
     order = list(range(len(program.params)))
     if program.is_rank_1_reversed and rank.number == 1:
         order.reverse()
@@ -144,7 +162,7 @@ def run_traced(rank, program, package, weights, grads):
     batches = [list(step_grads[rank.number].split(program.params)) for step_grads in grads]
     core = core_module(package).ShardedOptimizer
     options = ADAMW
-    has_buckets = hasattr(core, "prefetch_params")
+    has_buckets = hasattr(core, "prefetch_params")  # only stage 4 has this method, and buckets
     if has_buckets:
         options = ADAMW | {"bucket_cap_mb": program.bucket_bytes / 2**20}
     train = getattr(loop, program.loop)
@@ -162,7 +180,7 @@ def run_traced(rank, program, package, weights, grads):
 
 
 def replicated_steps(program, weights, grads):
-    """Return the elements (n,) after each step, as one process computes them from averaged gradients."""
+    """Return a list with all parameters (n,) after each step, as one process computes them from averaged gradients."""
     param = torch.nn.Parameter(weights.clone())
     optimizer = torch.optim.AdamW([param], **ADAMW)
     after_steps = []
@@ -174,24 +192,24 @@ def replicated_steps(program, weights, grads):
 
 
 def record_rank(rank, program):
-    """Return the Record of a rank."""
+    """Run a program twice on this rank, and return the rank's Record. All ranks call this."""
     weights, grads = distinguishable_inputs(program)
     with edited(program) as package:
         trace = run_traced(rank, program, package, *plain_inputs(program))
-        # In a second run the digits of each value tell where the value comes from.
+        # The first run has the values that are shown. In the second the digits of a value tell where it comes from.
         telling = run_traced(rank, program, package, weights, grads)
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     table = labels.Table(weights, grads, replicated_steps(program, weights, grads))
     labelled = labels.labelled_events(trace, telling, table, program.steps)
     events = frames.folded(events_shown(labelled, program.steps))
-    storages = {}
+    storages = {}  # only those that appear in an event that is shown
     for event in events:
         for uid, cells in event.cells.items():
             storage = trace.storages[uid]
             storages[uid] = {"rank": rank.number, "row": storage.row, "part": storage.part, "numel": len(cells),
                              "nbytes": CELL_BYTES * len(cells)}
     owned = set()
-    for param in trace.states():
+    for param in trace.states():  # the parameters, or the parts of them, that this rank updates
         uid, first, end = trace.span(param)
         cells_at_start = events[0].cells[uid][first:end]  # no cell has been written yet: each names its element
         owned |= {cell.element for cell in cells_at_start}
@@ -199,11 +217,14 @@ def record_rank(rank, program):
 
 
 def events_shown(events, n_steps):
-    """Return the events from the loop's first line to the end of the forward pass that follows the last step."""
-    def is_before_the_loop(event):
-        return not event.stack or event.stack[0].file != "loop.py"
+    """Return the events in the training loop, up to the end of the forward pass that follows the last step.
 
-    def is_shown(event):
-        return event.step < n_steps or event.phase == "forward"
-
-    return list(itertools.takewhile(is_shown, itertools.dropwhile(is_before_the_loop, events)))
+    n_steps: how many steps are shown.
+    """
+    shown = []
+    for event in events:
+        is_in_the_loop = event.stack and event.stack[0].file == "loop.py"
+        is_early = event.step < n_steps or event.phase == "forward"
+        if is_in_the_loop and is_early:
+            shown.append(event)
+    return shown

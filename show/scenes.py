@@ -1,7 +1,16 @@
-"""Draws the scenes of the chapters, one a stage: what each rank holds, and what flies from rank to rank, with values.
+"""Draws a scene for each stage, the animation in its chapter: what each rank holds, and what flies from rank to rank.
 
-A scene shows the recording of a stage (show/frames.py), as the page does: beat after beat (show/beats.txt), but only
-beats that have a caption.
+A stage is an optimizer of this project that shards (folders stage*/). A scene shows the recording of a training step
+with this optimizer. A recording (show/frames.py) has this vocabulary:
+
+    frame       a moment: in each frame a rank executes one line of the optimizer's source, or waits
+    cell        the memory of one number. Cells lie in storages, and each cell has a place: its column and line in a row
+    row         the name of a kind of memory, such as "gradients", and the cells of each rank that are drawn below it
+    operation   what all ranks send in a reduce-scatter, an all-gather or a broadcast. An all-reduce is the first two
+    beat        a sentence of show/beats.txt, which is about one frame. Only beats with a caption are in a scene
+
+A scene takes one beat after the other. It shows the caption, then the messages that have arrived since the last beat,
+as flying cells, and then the memory in the frame of the beat.
 """
 
 import textwrap
@@ -10,31 +19,36 @@ from typing import NamedTuple
 
 from . import hero
 from .frames import memory_after
-from .picture import Picture, Tile, short_number, spans
+from .picture import Picture, Tile, short_number, with_stops
 
 N_RANKS = 4
-LEFT = 8  # pixels
+# In pixels, as all numbers without a name in what follows.
+LEFT = 8  # where the first rank begins
 RANK = 110  # width of a rank
-GAP = 12
-LINE = 16  # height of a cell
-BAR = 13  # height of a line of the timeline
+GAP = 12  # between two ranks
+LINE = 16  # height of a line of cells
+BAR = 13  # height of a line of bars
 WIDTH = 2 * LEFT + N_RANKS * RANK + (N_RANKS - 1) * GAP
-WORD_S = 0.14  # a caption is read before anything flies
-FOLLOWED_S = 1.8  # one message alone, with its values
-TOGETHER_S = 1.2  # all messages of an operation
-REST_S = 1.2  # at the end of a beat
-
-MODEL = {"parameters": ("parameters",), "gradients": ("gradients",)}
-MOMENTS = {"two moments of each element that the rank updates": ("exp_avg",), "": ("exp_avg_sq",)}
+# In seconds of the animation.
+WORD_S = 0.14  # for each word of a caption: a caption is read before anything flies
+FOLLOWED_S = 1.8  # for one message that flies alone, with its values
+TOGETHER_S = 1.2  # for all messages of an operation
+REST_S = 1.2  # after the messages of a beat
 
 
 class Drawn(NamedTuple):
-    """What a scene shows of a recording. Rows of a recording are named in show/trace.py."""
-    still: int  # index of the caption that is seen where motion is off
-    rows: dict  # words above a row of the scene -> rows of the recording that are drawn there, one at a time
+    """What a scene shows of a recording."""
+    still: int  # which of the captions is seen if the reader has turned motion off: an index of the list of captions
+    # Words above a row of the scene -> names of rows of the recording, one of which is drawn there at a time.
+    rows: dict
 
 
-SCENES = {
+# Rows of a recording are named after an attribute of the optimizer ("GradBuffer.flat": a class and its attribute), or
+# after a local variable ("average: flat": a method and its variable). Here are the rows of the model and of AdamW.
+MODEL = {"parameters": ("parameters",), "gradients": ("gradients",)}
+MOMENTS = {"two moments of each element that the rank updates": ("exp_avg",), "": ("exp_avg_sq",)}
+
+SCENES = {  # number of a stage -> what its scene shows
     "1": Drawn(-1, MODEL | {"a flat copy, to be sent": ("average: flat", "sync_params: flat")} | MOMENTS),
     "2": Drawn(-2, MODEL | {
         "a flat copy; later the shards of all ranks": ("average: flat", "sync_params: gathered"),
@@ -51,29 +65,33 @@ SCENES = {
 
 
 class Flight(NamedTuple):
-    """Messages of an operation that fly at the same time. Times are seconds of the picture."""
-    operation: dict
-    messages: range  # indices of the operation's arrows
+    """Messages of an operation that fly at the same time. Times are seconds of the animation."""
+    operation: dict  # an entry of recording["operations"]
+    messages: range  # indices of operation["arrows"], which has an entry for each message
     start: float
     stop: float
     landing: float  # when all messages of the operation have arrived
-    is_followed: bool = False  # by the reader's eye: one message alone, with its values
+    is_followed: bool = False  # whether one message flies alone, with its values, so that an eye can follow it
 
 
 class Timetable(NamedTuple):
-    """What is seen when. Times are seconds of the picture."""
-    captions: list  # (second, beat)
-    changes: list  # (second, frame whose memory is seen from then on)
-    flights: list
+    """What is seen when. Times are seconds of the animation."""
+    captions: list  # (second, the beat whose caption is seen from then on)
+    changes: list  # (second, the frame whose memory is seen from then on)
+    flights: list  # of Flights
     end: float
 
 
 def timetable(recording):
-    """Return the Timetable of a scene. One operation follows the other, also where they were in flight together."""
+    """Return the Timetable of a scene.
+
+    Operations fly one after the other, even if they were in flight together. The first operation of each kind has a
+    message that flies alone before the others.
+    """
     captions = []
     changes = [(0.0, 0)]
     flights = []
-    kinds_followed = set()  # of operations whose first message has flown alone
+    kinds_followed = set()  # kinds of operations of which a message has flown alone
     second = 0.0
     last_frame = 0  # of the beat before
     operations = sorted(recording["operations"], key=lambda operation: operation["end"])
@@ -83,9 +101,10 @@ def timetable(recording):
         captions.append((second, beat))
         second += WORD_S * len(beat["caption"].split())
         for operation in operations:
-            if not last_frame < operation["end"] <= beat["frame"]:
+            has_ended_since = last_frame < operation["end"] <= beat["frame"]
+            if not has_ended_since:
                 continue
-            changes.append((second, operation["end"] - 1))
+            changes.append((second, operation["end"] - 1))  # while messages fly, memory is as before they arrive
             messages = range(len(operation["arrows"]))
             kind = (operation["kind"], operation["whole"])
             if kind not in kinds_followed:
@@ -105,24 +124,24 @@ def timetable(recording):
 
 
 class Panel:
-    """Draws the memory of all ranks into a picture: rows below each other, a column of the panel for each rank."""
+    """Draws the memory of all ranks into a picture: ranks beside each other, and rows below each other."""
 
     def __init__(self, picture, recording, rows, top):
-        """rows: see Drawn."""
+        """Draw what doesn't change, from y `top` on: the names of ranks and rows. rows: see Drawn."""
         self.picture = picture
         self.recording = recording
-        self.bottom = top + 20  # below the last row
-        self.tops = {}  # name of a row of the recording -> y of its first line
+        self.bottom = top + 20  # y below the last row
+        self.tops = {}  # name of a row of the recording -> y of its first line of cells
         for rank in range(N_RANKS):
             x = LEFT + rank * (RANK + GAP)
             picture.rect(x, top, RANK - 2, 3, f"own o{rank}")
             picture.text(x, top + 15, f"rank {rank}")
-        n_columns = 0
+        n_columns = 0  # of cells, in the widest row
         for words, names in rows.items():
             if words:
                 picture.text(LEFT, self.bottom + 11, words)
                 self.bottom += 15
-            self.tops |= dict.fromkeys(names, self.bottom)
+            self.tops |= dict.fromkeys(names, self.bottom)  # these rows take turns at the same y
             n_lines = 0
             for storage in recording["storages"]:
                 if storage["row"] in names:
@@ -133,12 +152,15 @@ class Panel:
         self.cell_width = RANK // n_columns
 
     def tiles(self, number, cells, first=0):
-        """Return the Tiles of some cells of a storage, which begin with the cell `first`."""
+        """Return the Tiles that draw `cells`, which lie in a storage from its cell `first` on.
+
+        number: the index of the storage in recording["storages"].
+        """
         storage = self.recording["storages"][number]
         tiles = []
         for cell, (column, line) in zip(cells, storage["places"][first:]):
-            owner = storage["rank"]
-            if cell.element is not None and cell.kind != "moment":
+            owner = storage["rank"]  # the rank whose colour the cell has: if possible, that which updates the element
+            if cell.element is not None:
                 owner = self.recording["owners"][cell.element]
             x = LEFT + storage["rank"] * (RANK + GAP) + column * self.cell_width
             y = self.tops[storage["row"]] + line * LINE
@@ -149,8 +171,11 @@ class Panel:
         return tiles
 
     def draw(self, frame, start, stop):
-        """Add all cells as they are after a frame. Where several storages have a place, the newest is drawn."""
-        tile_at = {}  # place -> Tile
+        """Add all cells as they are after a frame, visible from second `start` to `stop`.
+
+        Several storages may have the same place. Then the newest is drawn: it has the highest number.
+        """
+        tile_at = {}  # (x, y) -> Tile
         for number, cells in sorted(memory_after(self.recording, frame).items()):
             if cells and self.recording["storages"][number]["row"] in self.tops:
                 for tile in self.tiles(number, cells):
@@ -159,20 +184,23 @@ class Panel:
             self.picture.add(tile, start, stop)
 
     def fly(self, flight):
-        """Add the messages of a flight, each from where it was sent to where it arrives. Return how many cells fly.
+        """Add the cells of a Flight, which fly from where they were sent to where they arrive. Return how many fly.
 
-        What is gathered stays where it arrives until all of it is there. What is summed is drawn as a sum then.
+        A cell stays visible where it has arrived until all messages of the operation have arrived. But in a
+        reduce-scatter it vanishes: there the sum of all that arrive is drawn in the end.
         """
-        n_flying = 0
+        n_flying = 0  # cells
         for index in flight.messages:
-            sender, receiver, _, frame, _ = flight.operation["arrows"][index]
+            sender, receiver, _, frame, _ = flight.operation["arrows"][index]  # `frame`: when the message leaves
             source, first, target, target_first, n_cells = flight.operation["moves"][index]
             leaves = flight.start
             arrives = flight.stop
             if not flight.is_followed:
-                seconds = flight.stop - flight.start
-                leaves += seconds / 6 * ((receiver - sender) % N_RANKS - 1)  # from further away it arrives later
-                arrives = leaves + seconds * 2 / 3
+                # The ranks form a ring. To a rank that is 1, 2 or 3 ranks further a message leaves 0, 1 or 2 sixths of
+                # the flight after its start. It takes four sixths, so the last arrives when the flight ends.
+                sixth = (flight.stop - flight.start) / 6
+                leaves += sixth * ((receiver - sender) % N_RANKS - 1)
+                arrives = leaves + sixth * 4
             until = arrives if flight.operation["kind"] == "reduce-scatter" else flight.landing
             cells = memory_after(self.recording, frame)[source][first : first + n_cells]
             landed_tiles = self.tiles(target, cells, target_first)
@@ -184,27 +212,31 @@ class Panel:
         return n_flying
 
 
-def draw_timeline(picture, recording, changes, top):
-    """Draw what runs, from left to right, and below it what is in flight. Return the y below it.
+def draw_timeline(picture, recording, frames_seen, top):
+    """Draw bars from left to right, from frame to frame, below the y `top`. Return the y below the bars.
 
-    There is a line for each bucket, or where there are no buckets for each kind of message. changes: (frame, start,
-    stop), where the frame is seen from second `start` to `stop`.
+    The first line has the phases of the training step. Below it are the operations, which are marked while they are in
+    flight. A bucket is a part of the gradients that is sent at once: if there are several buckets, each bucket has a
+    line, and otherwise each kind of operation has a line. A mark moves along to the frame that is seen.
+    frames_seen: [(frame, start, stop), …]: the memory after `frame` is seen from second `start` to `stop`.
     """
     n_frames = len(recording["frames"])
     left = LEFT + 88
     frame_width = (WIDTH - LEFT - left) / n_frames
 
     phases = [(frame["step"], frame["phase"]) for frame in recording["frames"]]
+    # The recording has step 0, and the forward pass of step 1.
     backward = phases.index((0, "backward"))
     after_backward = n_frames - phases[::-1].index((0, "backward"))
-    forward = [step for step, _ in phases].index(1)
-    edges = [backward, after_backward, forward, n_frames]
+    forward = phases.index((1, "forward"))
+    edges = [backward, after_backward, forward, n_frames]  # frames in which a phase begins, or the last one ends
     for phase, (start, end) in zip(("backward", "step", "forward"), pairwise(edges)):
         picture.rect(left + start * frame_width, top, (end - start) * frame_width - 1, BAR - 2, "line")
         middle = left + (start + end) / 2 * frame_width
-        picture.text(min(middle, WIDTH - LEFT - 20), top + 9, phase, "middle soft")
+        picture.text(min(middle, WIDTH - LEFT - 20), top + 9, phase, "middle soft")  # the word stays in the picture
+    # Of each bucket the numbers of its parameters, in the order in which buckets are sent.
     buckets = [operation["params"] for operation in recording["operations"] if operation["kind"] == "reduce-scatter"]
-    lines = {}  # name of a bucket, or of a kind of message -> number of its line
+    lines = {}  # name of a bucket, or of a kind of operation -> number of its line
     for operation in recording["operations"]:
         name = operation["whole"]
         if len(buckets) > 1:
@@ -214,44 +246,51 @@ def draw_timeline(picture, recording, changes, top):
         x = left + operation["start"] * frame_width
         width = (operation["end"] - operation["start"]) * frame_width
         picture.rect(x, y, width, BAR - 2, f"bar {operation['what']}")
-        for frame, *span in changes:
+        for frame, start, stop in frames_seen:
             if operation["start"] <= frame < operation["end"]:
-                picture.rect(x, y, width, BAR - 2, f"bar {operation['what']} live", *span)
-    for frame, *span in changes:
-        picture.rect(left + frame * frame_width, top + BAR, 1.5, BAR * len(lines), "ink", *span)
+                picture.rect(x, y, width, BAR - 2, f"bar {operation['what']} live", start, stop)
+    for frame, start, stop in frames_seen:
+        picture.rect(left + frame * frame_width, top + BAR, 1.5, BAR * len(lines), "ink", start, stop)
     return top + BAR * (1 + len(lines)) + 2
 
 
 def scene(recording, ddp_bytes, drawn):
-    """Return the Picture of a stage. ddp_bytes: what DDP sends. drawn: an entry of SCENES."""
+    """Return the Picture of a stage.
+
+    ddp_bytes: how many bytes a rank sends in a step with DDP. drawn: an entry of SCENES.
+    """
     times = timetable(recording)
-    captions = spans(times.captions, times.end)  # (beat, start, stop), …
-    changes = spans(times.changes, times.end)  # (frame, start, stop), …
-    _, _, still_end = captions[drawn.still]
-    picture = Picture(recording["title"], WIDTH, times.end, still_end - 0.1)
-    for number, (beat, *span) in enumerate(captions, 1):
+    beats_seen = with_stops(times.captions, times.end)  # (beat, start, stop), …
+    frames_seen = with_stops(times.changes, times.end)  # (frame, start, stop), …
+    _, _, still_stop = beats_seen[drawn.still]
+    # Where motion is off, the picture shows the last moment of a caption.
+    picture = Picture(recording["title"], WIDTH, times.end, still_stop - 0.1)
+    for number, (beat, start, stop) in enumerate(beats_seen, 1):
         for line, words in enumerate(textwrap.wrap(beat["caption"], 56)):
-            picture.text(LEFT, 18 + 17 * line, words, "strong", *span)
-        progress = f"{number} of {len(captions)}" if number > 1 else "1: the loop starts here"
-        picture.text(WIDTH - LEFT, 52, progress, "soft end", *span)
-    panel_top = draw_timeline(picture, recording, changes, 58)
+            picture.text(LEFT, 18 + 17 * line, words, "strong", start, stop)
+        progress = f"{number} of {len(beats_seen)}" if number > 1 else "1: the loop starts here"
+        picture.text(WIDTH - LEFT, 52, progress, "soft end", start, stop)
+    panel_top = draw_timeline(picture, recording, frames_seen, 58)
     panel = Panel(picture, recording, drawn.rows, panel_top)
-    for frame, start, stop in changes:
+    for frame, start, stop in frames_seen:
         panel.draw(frame, start, stop)
-    n_flown = 0
-    sent = [(0.0, 0)]  # (second, bytes of fp32 that a rank has sent, on average)
+    n_flown = 0  # cells that all ranks have sent
+    sent = [(0.0, 0)]  # (second, bytes that a rank has sent, on average): a cell has 4 bytes
     for flight in times.flights:
         n_flown += panel.fly(flight)
         sent.append((flight.landing, 4 * n_flown // N_RANKS))
-    for n_bytes, *span in spans(sent, times.end):
+    for n_bytes, start, stop in with_stops(sent, times.end):
         words = f"each rank has sent {n_bytes} B (DDP: {ddp_bytes:g} B in all)"
-        picture.text(LEFT, 52, words, "soft", *span)
+        picture.text(LEFT, 52, words, "soft", start, stop)
     picture.legend(LEFT, panel.bottom + 8)
     return picture
 
 
 def pictures(recordings):
-    """Return {file name: Picture} of all pictures. recordings: by their ids."""
+    """Return {name of a file, without theme and ending: Picture}: the scenes, and README.md's picture (show/hero.py).
+
+    recordings: {id of a program, for a stage its number: its recording with beats and places, see show/page.py}.
+    """
     ddp_bytes = recordings["0"]["sent_bytes"]
     of_stages = {f"watch_{id}": scene(recordings[id], ddp_bytes, drawn) for id, drawn in SCENES.items()}
     return {"watch": hero.picture()} | of_stages

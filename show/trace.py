@@ -1,13 +1,20 @@
-"""Records one rank from outside: the line that the rank is at, and all memory that its optimizer and model reach.
+"""Records one rank from outside: which lines the rank executes, and what its memory holds after each line.
 
-Python's own tracing reports the lines of the watched files, also in hooks that autograd calls. What has changed between
-two lines was written by the first of the two. Memory is found by walking attributes, and the local variables of the
-functions that run. A storage (torch's untyped storage, which several tensors may share) is named after the first
-attribute that leads to the storage, or else after the first local variable. Storages are told apart by identity: an
-address is used again after a storage is freed.
+The rank runs a training loop of show/loop.py with a core. The core is the optimizer class that is shown, such as the
+class in `optimizer.py` of a stage (folders stage*/), and the files beside it that the class uses. The core wraps an
+inner optimizer, AdamW, which updates the parameters that this rank owns. show/wires.py replaces torch's collectives and
+calls a Trace when a message leaves or arrives, and when a tensor is read or written.
 
-The core is the optimizer class that is shown: a stage's `optimizer.py`, without the checks of guard/. All values that
-are shown have 32 bits: a cell is 4 bytes.
+Python's own tracing (sys.settrace) reports the lines of these files, also in hooks that autograd calls. What has
+changed between two lines was written by the first of the two.
+
+Memory consists of storages. A storage is torch's untyped storage, which several tensors may share. Storages are found
+by walking from the model, the optimizer and the local variables of running functions through attributes, lists and
+dicts. A storage is named after the first attribute that leads to it, or else after the first local variable. An address
+tells which storage is meant only until the storage is freed and another storage gets the address. To prevent that, the
+Trace holds a weak reference to each storage.
+
+All values that are shown have 32 bits: a cell is 4 bytes.
 """
 
 import ctypes
@@ -23,24 +30,24 @@ from . import loop
 from .frames import CELL_BYTES
 
 CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
-# What a line of loop.py contains -> the phase that begins with it.
+# (what a line of loop.py contains, the phase of a training step that begins with this line)
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
-SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes of the core that torch fills
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes that the walk through the core leaves out
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of the two moments of a parameter
 
 
 class Place(NamedTuple):
-    """Names the current line of one function on the call stack."""
-    file: str
+    """Says at which line one function of the call stack is."""
+    file: str  # the name without the folder
     line: int
     function: str
-    first_line: int  # of the function
-    call: int  # the number of this call, counted over all functions
+    first_line: int  # where the function begins
+    call: int  # the number of this call of the function: calls of all functions are counted together
 
 
 class Span(NamedTuple):
-    """Cells of a storage, from `first` to before `end`."""
-    uid: int  # the number of the storage
+    """Some cells of a storage: from `first` to before `end`."""
+    uid: int  # the number of the storage, see Trace.uid_of
     first: int
     end: int
 
@@ -48,15 +55,17 @@ class Span(NamedTuple):
 @dataclass
 class Storage:
     """Memory that is shown as cells."""
-    row: str  # the label of a row of cells, such as "gradients"
-    part: str  # tells the storages of a row apart: "p0", or a number
-    is_local: bool  # named after a local variable
-    is_model: bool = False  # whether parameters of the model lie in it
-    elements: dict = field(default_factory=dict)  # cell -> index in the model's parameters, flattened
+    row: str  # the name beside the row of cells in which the storage is drawn, such as "gradients"
+    part: str  # tells storages with the same row apart: "p0" of parameter 0, or a number
+    is_local: bool  # whether the storage is named after a local variable
+    is_model: bool = False  # whether parameters of the model lie in the storage; set by Trace.note_elements
+    # Cell -> the element of a parameter or its gradient in the cell. Elements of all parameters are counted from 0.
+    # Filled by Trace.note_elements.
+    elements: dict = field(default_factory=dict)
 
 
 class NamedValue(NamedTuple):
-    """A value in memory, and the row, part and is_local (see Storage) of a storage that is named after the value."""
+    """A value that was met on the walk, and the name that the value gives to a storage: see Storage."""
     value: object
     row: str = ""
     part: str = ""
@@ -65,39 +74,43 @@ class NamedValue(NamedTuple):
 
 @dataclass
 class Event:
-    """Holds a line of code, and what the line did; or a part of a line: a message leaves, or arrives; a return."""
-    stack: tuple  # of Places, outermost first
-    is_line: bool = True  # False: the rank is still in the line of the event before
-    phase: str = ""
-    step: int = 0
-    is_open: bool = True  # until the line is done
-    memory: dict = field(default_factory=dict)  # each storage that is alive after the line -> its bytes
+    """Holds one executed line and what the line did, or a part of a line.
+
+    A new part of a line may begin when a message leaves or arrives, and begins when a function that the line called has
+    returned. An event is open while its line or part runs. Then Trace.close fills in memory, is_change and n_accesses.
+    """
+    stack: tuple  # the Places of all running functions, outermost first
+    is_line: bool = True  # False: a part of the line that an earlier event has begun
+    phase: str = ""  # a phase of PHASES, or a method of CORE_METHODS
+    step: int = 0  # of training
+    is_open: bool = True
+    memory: dict = field(default_factory=dict)  # number of each storage that is alive after the event -> its bytes
     cells: dict = field(default_factory=dict)  # the same storages -> their cells; empty until show/labels.py makes them
-    is_change: bool = False  # whether the line has changed `memory`
-    n_accesses: int = 0  # how many accesses the trace had noted when the line was done
-    starts: list = field(default_factory=list)  # messages that leave: Operations of show/wires.py
-    ends: list = field(default_factory=list)  # keys of Operations that arrive
+    is_change: bool = False  # whether the event has changed `memory`
+    n_accesses: int = 0  # the length of Trace.log after the event
+    starts: list = field(default_factory=list)  # messages that leave: Calls of show/wires.py
+    ends: list = field(default_factory=list)  # keys of Calls whose messages arrive
 
 
 class Trace:
-    """Records what runs inside `with trace:`."""
+    """Records what runs inside `with trace:`, as a list of events."""
 
     def __init__(self, files, model):
-        self.files = files  # path -> name, of the files whose lines are watched
+        self.files = files  # path -> name of each file whose lines are watched: show/loop.py and the core's files
         self.model = model
-        self.optimizer = None  # set by the caller, once it is built
+        self.optimizer = None  # set by show/record.py, after the core has been built
         self.events = []
         self.storages = {}  # number of a storage -> Storage
-        self.log = []  # accesses: (Span, "read" or "write")
-        self.memory = {}  # after the line before: number of a storage -> its bytes
+        self.log = []  # (Span, "read" or "write") of each access to memory, in order
+        self.memory = {}  # number of a storage -> its bytes, after the last event that was closed
         self.uids = {}  # address of a storage -> its number
-        self.weak_references = []  # to storages: while they are held, no other storage gets the same address
-        self.instances = {}  # name of a class -> {id of an instance: (the instance, its number)}
+        self.weak_references = []  # one to each storage: while it is held, no other storage gets the same address
+        self.instances = {}  # name of a class -> {id of an instance: (the instance, its number)}, see `title_of`
         self.calls = {}  # Python's frame of a running function -> number of the call
         self.n_calls = 0
-        self.stack = []  # (Python's frame, Place) of each function that runs, outermost first
-        self.phase = ""
-        self.step = -1  # 0 from the first forward pass on
+        self.stack = []  # (Python's frame, Place) of each running function that is watched, outermost first
+        self.phase = ""  # the phase of PHASES that loop.py is in
+        self.step = -1  # the step of training, 0 from the first forward pass on
 
     def __enter__(self):
         sys.settrace(self.on_call)
@@ -106,10 +119,14 @@ class Trace:
         sys.settrace(None)
         self.close()
 
-    def on_call(self, frame, event, argument):
-        """Return the function that Python calls at each line of this function: none if the lines aren't watched."""
+    def on_call(self, frame, what, argument):
+        """Return what Python shall call at each line of the function that begins, or None if it isn't to be watched.
+
+        frame: Python's frame of the function. Python requires the other two arguments.
+        """
         code = frame.f_code
-        # A lambda, a generator, or the forward pass of a layer of loop.py runs as a part of its caller's line.
+        # These run as a part of their caller's line: lambdas and generators, whose names begin with "<", and
+        # Weigh.forward, the forward pass of a layer in loop.py.
         is_part_of_a_line = code.co_name.startswith("<") or code is loop.Weigh.forward.__code__
         if code.co_filename not in self.files or is_part_of_a_line:
             return None
@@ -117,19 +134,26 @@ class Trace:
         self.calls[frame] = self.n_calls
         return self.on_line
 
-    def on_line(self, frame, event, argument):
-        """End the event of the line before, and begin that of this line, or of what follows a return."""
-        if event in ("line", "return"):
+    def on_line(self, frame, what, argument):
+        """End the last event. Begin the event of a line, or after a return that of the rest of the caller's line.
+
+        what: "line" before a line runs, "return" when a function returns. Python wants to know what to call at the next
+        line: this method again.
+        """
+        if what in ("line", "return"):
             self.close()
-            if event == "return":
+            if what == "return":
                 del self.calls[frame]
                 frame = frame.f_back
             self.stack = self.stack_of(frame)
-            self.open(is_line=event == "line")
+            self.open(is_line=what == "line")
         return self.on_line
 
     def stack_of(self, frame):
-        """Return (frame, Place) of each watched function that has called `frame`, and of `frame`, outermost first."""
+        """Return [(frame, Place), …] of the running functions that are watched, outermost first.
+
+        frame: Python's frame of the innermost function.
+        """
         stack = []
         while frame is not None:
             if frame in self.calls:
@@ -141,21 +165,24 @@ class Trace:
         return stack
 
     def open(self, is_line):
-        """Begin an event at the present line."""
+        """Begin an event at the present line, and return the Event. is_line: whether the line starts now."""
         stack = tuple(place for _, place in self.stack)
         if stack and stack[0].file == "loop.py":
             text = linecache.getline(loop.__file__, stack[0].line)
             for code, phase_of_loop in PHASES:
                 if code in text:
                     self.phase = phase_of_loop
+            # Only one line of the loop itself is in the phase "forward": the line that begins a step.
             if is_line and len(stack) == 1 and self.phase == "forward":
                 self.step += 1
         core_methods = [place.function for place in stack if place.function in CORE_METHODS]
         phase = core_methods[0] if core_methods else self.phase
-        self.events.append(Event(stack, is_line, phase, max(0, self.step)))
+        event = Event(stack, is_line, phase, max(0, self.step))
+        self.events.append(event)
+        return event
 
     def close(self):
-        """End the last event, if it is open: note what memory holds now. Drop a part of a line that did nothing."""
+        """End the last event, if it is open: note what memory holds now. Drop the event of a part that did nothing."""
         if not self.events or not self.events[-1].is_open:
             return
         event = self.events[-1]
@@ -167,24 +194,29 @@ class Trace:
         if not (event.is_line or event.starts or event.ends or event.is_change):
             self.events.pop()
 
-    def record_launch(self, operation):
-        """Note that a message leaves at the present line."""
+    def record_launch(self, call):
+        """Note that a message leaves at the present line. call: this rank's Call of show/wires.py."""
         self.close()
-        if self.events[-1].is_change or self.events[-1].ends:
-            self.open(is_line=False)
-        self.events[-1].is_open = True
-        self.events[-1].starts.append(operation)
+        # Messages that leave one after another share an event. But what was written, or has arrived, before the message
+        # leaves is an event of its own.
+        event = self.events[-1]
+        if event.is_change or event.ends:
+            event = self.open(is_line=False)
+        event.is_open = True  # close() has closed it, but it goes on
+        event.starts.append(call)
 
     def record_arrival(self, key):
-        """Note that the message `key` arrives at the present line."""
+        """Note that the message of the Call with this key arrives at the present line."""
         self.close()
-        if self.events[-1].is_change or not self.events[-1].ends:
-            self.open(is_line=False)
-        self.events[-1].is_open = True
-        self.events[-1].ends.append(key)
+        # Messages that arrive one after another share an event, as long as memory hasn't changed in between.
+        event = self.events[-1]
+        if event.is_change or not event.ends:
+            event = self.open(is_line=False)
+        event.is_open = True  # close() has closed it, but it goes on
+        event.ends.append(key)
 
     def record_access(self, tensors, how):
-        """Note that tensors are read or written."""
+        """Note that tensors are read or written. how: "read" or "write"."""
         self.log += [(self.span(tensor), how) for tensor in tensors]
 
     def span(self, tensor):
@@ -202,9 +234,9 @@ class Trace:
         return self.uids[storage._cdata]
 
     def snapshot(self):
-        """Return {number: bytes} of the storages of the model, the core and the inner optimizer.
+        """Return {number of a storage: its bytes} for the storages of the model, the core and the inner optimizer.
 
-        Storages without a name get one in `self.storages`.
+        Fill `self.storages`: a storage that is met for the first time gets its name.
         """
         memory = {}
         for named in self.named_tensors():
@@ -212,7 +244,7 @@ class Trace:
             whole = tensor.untyped_storage()
             uid = self.uid_of(tensor)
             is_new = uid not in self.storages
-            # A storage that was named after a local variable gets the name of an attribute that leads to it now.
+            # A storage that was named after a local variable is renamed as soon as an attribute leads to it.
             if is_new or (self.storages[uid].is_local and not named.is_local):
                 self.storages[uid] = Storage(named.row, named.part, named.is_local)
             # Views of a buffer as bytes (uint8) are left out: another view shows its values.
@@ -223,7 +255,7 @@ class Trace:
 
     def note_elements(self):
         """Note in `self.storages` in which cells the model's parameters and their gradients lie."""
-        n_before = 0
+        n_before = 0  # elements of the parameters before this parameter
         for param in self.model.parameters():
             self.storages[self.uid_of(param)].is_model = True
             for tensor in (param, param.grad):
@@ -233,9 +265,9 @@ class Trace:
             n_before += param.numel()
 
     def named_tensors(self):
-        """Return a NamedValue for each tensor that attributes, lists and dicts lead to from the roots."""
+        """Return a NamedValue for each tensor to which attributes, lists and dicts lead from the roots."""
         tensors = []
-        seen = set()
+        seen = set()  # ids of objects that were visited
         for root in self.roots():
             to_visit = deque([root])
             while to_visit:
@@ -248,25 +280,25 @@ class Trace:
         return tensors
 
     def roots(self):
-        """Return the values at which the walk begins, in the order in which they name storages."""
+        """Return NamedValues at which the walk begins. A storage is named after the first that leads to the storage."""
         roots = []
         for index, param in enumerate(self.model.parameters()):
             roots.append(NamedValue(param, "parameters", f"p{index}"))
             roots.append(NamedValue(param.grad, "gradients", f"p{index}"))
         in_core = [(frame, place) for frame, place in self.stack if place.file != "loop.py"]
-        roots += [NamedValue(frame.f_locals.get("self")) for frame, _ in in_core]
+        roots += [NamedValue(frame.f_locals.get("self")) for frame, _ in in_core]  # objects whose methods run
         roots.append(NamedValue(self.optimizer))
         for index, state in enumerate(self.states().values()):
             roots += [NamedValue(state.get(name), name, str(index)) for name in MOMENTS]
         for frame, place in in_core:
             arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
             for name, value in frame.f_locals.items():
-                if name not in arguments:  # an argument is shown as a variable or an attribute of the caller
+                if name not in arguments:  # what is passed as an argument has a name where it comes from
                     roots.append(NamedValue(value, f"{place.function}: {name}", is_local=True))
         return roots
 
     def inside(self, named):
-        """Return a NamedValue for each value in a list or a dict, or for each attribute of an object of the core."""
+        """Return a NamedValue for each item of a list or dict, or for each attribute of an object of the core."""
         value = named.value
         if isinstance(value, dict):
             value = list(value.values())
@@ -284,16 +316,20 @@ class Trace:
         return hasattr(value, "__dict__") and file in self.files and self.files[file] != "loop.py"
 
     def title_of(self, instance):
-        """Return "Bucket." and the number of this bucket; for an optimizer two empty texts."""
+        """Return how rows of an object's attributes begin, and their part: of the third Bucket "Bucket." and "2".
+
+        An optimizer has two empty texts: there is only one.
+        """
         if isinstance(instance, torch.optim.Optimizer):
             return "", ""
         name = type(instance).__name__
         of_class = self.instances.setdefault(name, {})
+        # The instance is held too: otherwise another object could get its id.
         _, number = of_class.setdefault(id(instance), (instance, len(of_class)))
         return f"{name}.", str(number)
 
     def states(self):
-        """Return {parameter: state} of what this rank updates, by the inner optimizer."""
+        """Return {parameter: its state in the inner optimizer} for all parameters that this rank updates."""
         if self.optimizer is None:
             return {}
         inner = self.optimizer.optimizer

@@ -1,9 +1,13 @@
-"""Stands in for torch's collectives: notes what is sent, and delivers each message where it is waited for.
+"""Stands in for torch's collectives: notes what is sent, and delivers each message when somebody waits for it.
 
-In torch a message may arrive at any line before the line that waits for it. Here ranks exchange copies as a message
-leaves, and `wait` puts the received values in place: two recordings are equal, and a core that reads too early reads
-the old values. An all-reduce is noted as its two halves: they arrive one after the other at the line that waits. All
-reads and writes are noted too, by torch's dispatcher, to tell what nobody reads again.
+In torch a message may arrive at any line between the call of a collective and the line that waits for it. Here the
+ranks exchange copies when a collective is called, and `wait` puts what was received into its place. Therefore a program
+that is recorded twice gives the same recording, and an optimizer that reads too early reads the old values.
+
+An operation is a collective of all ranks. But an all-reduce is two operations, its halves: a reduce-scatter and an
+all-gather. Both are noted at the line of the all-reduce, and the first arrives before the second leaves. torch's
+dispatcher, through which all operators go, tells which tensors each line reads and writes. show/labels.py needs that to
+tell garbage: values that nobody reads again.
 """
 
 from typing import NamedTuple
@@ -14,22 +18,22 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operators that don't read a tensor before they write it, as add_ and others do.
+# Operators that write a tensor without reading it first. Others, such as add_, read what they write.
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
 
-class Operation(NamedTuple):
-    """One rank's call of a collective, or of a half of an all-reduce."""
-    key: int  # the same in the calls of all ranks that belong together
+class Call(NamedTuple):
+    """What one rank does of an operation."""
+    key: int  # the number of the operation: equal on all ranks, which call the same operations in the same order
     kind: str  # "broadcast", "reduce-scatter" or "all-gather"
-    whole: str  # "all-reduce" in each half of an all-reduce, otherwise the kind again
-    root: int | None  # the rank that sends, if only one rank does
-    reads: tuple  # cells that are sent: a Span of show/trace.py
-    writes: tuple  # cells where the message arrives: a Span
+    whole: str  # "all-reduce" in both halves of an all-reduce, otherwise the same as `kind`
+    root: int | None  # in a broadcast the rank that sends, otherwise None
+    reads: tuple  # a Span of show/trace.py: the cells that this rank sends, or would send as the root
+    writes: tuple  # a Span of show/trace.py: the cells where the message arrives on this rank
 
 
 class Work:
-    """Delivers a message when somebody first waits for it."""
+    """Stands in for torch's Work: calls `deliver` when `wait` is called for the first time."""
 
     def __init__(self, deliver):
         self.deliver = deliver
@@ -42,16 +46,19 @@ class Work:
 
 
 class Wires(TorchDispatchMode):
-    """Tells a recorder (a Trace) of each access inside `with wires:`, and of each message inside its collectives()."""
+    """Tells a recorder, which is a Trace of show/trace.py, what this rank reads, writes, sends and receives.
+
+    Reads and writes are told inside `with wires:`, messages inside `with wires.collectives():`.
+    """
 
     def __init__(self, recorder):
         super().__init__()
         self.recorder = recorder
-        self.n_operations = 0  # the n-th operation of all ranks is the same
-        self.is_listening = True  # to accesses
+        self.n_operations = 0  # how many operations this rank has begun
+        self.is_listening = True  # whether reads and writes are told
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """torch calls this in place of each operator."""
+        """Tell what an operator reads and writes, and call it. torch calls this method in place of each operator."""
         kwargs = kwargs or {}
         if self.is_listening:
             self.note_accesses(function._schema, args, kwargs)
@@ -63,8 +70,9 @@ class Wires(TorchDispatchMode):
         values = dict(zip(names, args)) | kwargs
         written = []
         for argument in schema.arguments:
+            # An argument may be a tensor, a list of tensors, or no tensor at all.
             tensors = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, torch.Tensor)]
-            # torch gives alias_info to an argument that is written, or of which the result is a view.
+            # torch gives alias_info to an argument that is written, and to one of which the result is a view.
             alias = argument.alias_info
             if alias is None:
                 self.recorder.record_access(tensors, "read")
@@ -76,7 +84,7 @@ class Wires(TorchDispatchMode):
         self.recorder.record_access(written, "write")
 
     def collectives(self):
-        """Return a context in which torch.distributed has the next four methods in place of its functions."""
+        """Return a context in which the next four methods replace torch.distributed's functions of the same names."""
         return mock.patch.multiple(
             dist, broadcast=self.broadcast, all_reduce=self.all_reduce,
             reduce_scatter_tensor=self.reduce_scatter_tensor, all_gather_into_tensor=self.all_gather_into_tensor)
@@ -99,30 +107,34 @@ class Wires(TorchDispatchMode):
         return self.send("reduce-scatter", input, output, shard_of(total), async_op=async_op)
 
     def all_gather_into_tensor(self, output, input, group=None, async_op=False):
-        whole = torch.cat(self.copies_of_ranks(input))
-        return self.send("all-gather", input, output, whole, async_op=async_op)
+        gathered = torch.cat(self.copies_of_ranks(input))
+        return self.send("all-gather", input, output, gathered, async_op=async_op)
 
     def copies_of_ranks(self, tensor):
-        """Return a copy of each rank's tensor in this call of a collective."""
-        self.is_listening = False  # what is sent counts as read when it arrives
+        """Return a list with a copy of each rank's `tensor`. All ranks call this at the same collective."""
+        # This all-gather is no operation of the program. What the program sends is told as read when it arrives.
+        self.is_listening = False
         copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, tensor.detach())
         self.is_listening = True
         return copies
 
     def send(self, kind, source, target, received, whole="", root=None, async_op=False):
-        """Note that `source` leaves, and return the Work that puts `received` into `target`. whole: see Operation."""
+        """Note that `source` leaves, and return the Work that puts `received` into `target` in its wait().
+
+        kind, whole and root: see Call. async_op: as in torch, False if this function shall wait.
+        """
         self.n_operations += 1
         reads = self.recorder.span(source)
         writes = self.recorder.span(target)
-        operation = Operation(self.n_operations, kind, whole or kind, root, reads, writes)
-        self.recorder.record_launch(operation)
+        call = Call(self.n_operations, kind, whole or kind, root, reads, writes)
+        self.recorder.record_launch(call)
 
         def deliver():
-            self.recorder.record_arrival(operation.key)
+            self.recorder.record_arrival(call.key)
             self.recorder.record_access([source], "read")
             self.recorder.record_access([target], "write")
-            target.copy_(received)
+            target.copy_(received)  # told once more by __torch_dispatch__, which changes nothing
 
         work = Work(deliver)
         if not async_op:
@@ -131,5 +143,5 @@ class Wires(TorchDispatchMode):
 
 
 def shard_of(tensor):
-    """Return the 1/d of a tensor that this rank gets of a reduce-scatter."""
+    """Return the part of a tensor that this rank gets of a reduce-scatter: 1/d of it, on d ranks."""
     return tensor.view(-1).tensor_split(dist.get_world_size())[dist.get_rank()]

@@ -7,7 +7,7 @@ import pytest
 from show import frames, page, record
 from show.frames import memory_after
 from show.trace import Event, Place
-from show.wires import Operation
+from show.wires import Call
 from tests.show.test_page import NEW, PROGRAMS, each_stage, last_frame_of
 
 
@@ -51,7 +51,7 @@ def test_after_sync_grads_what_a_rank_doesnt_step_is_garbage():
 
 
 def event_of(starts=(), ends=()):
-    operations = [Operation(key, "broadcast", "broadcast", 0, (), ()) for key in starts]
+    operations = [Call(key, "broadcast", "broadcast", 0, (), ()) for key in starts]
     return Event((Place("loop.py", 1, "train", 1, 1),), starts=operations, ends=list(ends))
 
 
