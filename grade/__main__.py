@@ -2,17 +2,12 @@
 
     make grade STAGE=my_package      a package or a module in the current folder; STAGE=3: a stage of this repository
 
-Level 1, it trains: by hand, like one process, state 1/d, what it sends. Level 2, it is an optimizer: groups,
-schedulers, accumulation, clipping, saving. Level 3, the whole contract: tests/stages/test_contract.py. STAGE=mine.ring
-is exercise 0. What make exercise STAGE=drill1 writes is told right, or a hint. docs/exercise.md has the interface that
-each level asks for, and exercises.
+Level 1, it trains: one step computed by hand, the same result as one process, 1/d of the state, the bytes sent.
+Level 2, it is an optimizer: groups, schedulers, accumulation, clipping, saving. Level 3, the whole contract:
+tests/stages/test_contract.py. STAGE=mine.ring grades exercise 0. A drill, which `make exercise STAGE=drill1` makes, is
+graded too: it is mended, or you get a hint. docs/exercise.md has the interface that each level asks for, and exercises.
 Exit code: 0; 1 when a check fails, or none could be made; 2 when there is nothing to grade.
 """
-
-# --help prints the docstring above. Its words: level 1 checks one step by numbers that are computed by hand, that
-# several ranks (processes) train like one process, that each of d ranks holds 1/d of the optimizer's state, and how
-# many bytes a rank sends. A drill is a copy of a stage with a fault, which `make exercise STAGE=drill1` writes, and
-# which a learner mends. For a drill the grader prints that the fault is gone, or a hint.
 
 import contextlib
 import functools
