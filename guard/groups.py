@@ -1,4 +1,4 @@
-"""Keeps parameter groups equal: a distributed optimizer's groups, its inner optimizer's groups, and other ranks' groups.
+"""Keeps parameter groups equal: those of a distributed optimizer, of its inner optimizer, and of the other ranks.
 
 A *parameter group* is torch's dict of parameters and their hyperparameters. A distributed optimizer has groups of all
 parameters of the model. The *inner optimizer* is the torch optimizer, AdamW for example, that updates this rank's part.
@@ -114,9 +114,9 @@ class InnerTensors:
         self.views = [tensor.detach() for tensor in self.main_params + self.grads]
 
     def take_back(self):
-        """Call this after a step: make each tensor a view of its buffer again, and each gradient its parameter's `grad`.
+        """Make each tensor a view of its buffer again, and give each main parameter its gradient again; after a step.
 
-        A main parameter keeps its new values. The values of a gradient aren't needed after a step.
+        Main parameters keep their new values. The values of gradients aren't needed after a step.
         """
         tensors = self.main_params + self.grads
         address_of = torch.Tensor.data_ptr
@@ -200,6 +200,7 @@ def first_difference(settings, process_group):
 
 def error_if_settings_differ(settings, process_group):
     """Return a RuntimeError on every rank if the settings of the ranks differ; None if they don't. Collective."""
+    # Either a scheduler has set another lr here, or the optimizer's class writes other values into its groups here.
     if difference := first_difference(settings, process_group):
         return RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the average of all "
                             "losses), or take an optimizer that writes the same")
