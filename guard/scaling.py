@@ -113,7 +113,7 @@ def refuse_unseen(clip_name, params):
             # One warning is enough for all parameters. With this stacklevel it names the line of the program: 1 would be
             # this function, and its callers are the wrapper of `untraced`, clip_or_refuse() below, and torch's wrapper.
             warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
-                          "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
+                          "finish_grad_sync() of the DistributedOptimizer first", stacklevel=5)
             return
         if finds_none or finds_own:
             finding = "no gradient" if finds_none else "this rank's own gradient, not the average,"
