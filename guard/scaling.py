@@ -110,8 +110,8 @@ def refuse_unseen(clip_name, params):
         is_local = "averages" not in holds and not holds.isdisjoint(["own", "nothing"])
         finds_own = param.grad is not None and is_local
         if finds_own and clip_name == "clip_grad_value_":
-            # One warning is enough for all parameters. With this stacklevel it names the line of the program: 1 would be
-            # this function, and its callers are the wrapper of `untraced`, clip_or_refuse() below, and torch's wrapper.
+            # One warning is enough for all parameters. With this stacklevel it names the line of the program, which has
+            # called torch's wrapper, which calls clip_or_refuse(), which calls `untraced`, which calls this function.
             warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
                           "finish_grad_sync() of the DistributedOptimizer first", stacklevel=5)
             return
