@@ -113,7 +113,7 @@ class SummingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path, mode):
-        """Open a file to write. When it is complete, note its size and checksum. Raise the error of the disk, if any."""
+        """Open a file to write. When it is complete, note its size and checksum. Raise an error of the disk."""
         with SummedFile(io.FileIO(path, mode)) as stream:
             try:
                 yield stream
@@ -224,8 +224,8 @@ def check_boxes(metadata):
         is_scalar = isinstance(stored, TensorStorageMetadata) and not stored.size
         if is_scalar:  # DCP's check, below, doesn't look at scalars. In DCP's words a box is a "chunk"
             require(len(stored.chunks) == 1, f"{key!r:.60} has no value")
-    # The first argument is a list of plans, which DCP's check only counts, so two times None will do. With a single plan
-    # it would accept gaps. It returns a list of texts; torch 2.11 returns True if there are no problems.
+    # The first argument is a list of plans, which DCP's check only counts, so two times None will do. With one plan it
+    # would accept gaps. It returns a list of texts; torch 2.11 returns True if there are no problems.
     problems = _validate_global_plan([None, None], metadata)
     require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
 
