@@ -1,6 +1,6 @@
 """Lets two or more optimizers of one model act as one, such as Muon for matrices and AdamW for all other parameters.
 
-If a program clipped the gradients of each optimizer by themselves, it would use two norms, and would change the ratio
+If a program clipped the gradients of each optimizer separately, it would use two norms, and would change the ratio
 between the gradients of the two optimizers. Source of the idea: Megatron-LM's ChainedOptimizer. Shown by
 tests/variants/test_chained.py.
 
@@ -42,7 +42,7 @@ class Chained:
     Each of the optimizers needs a learning rate scheduler of its own.
 
     `checkpoint.save` and `load` accept a Chained like any optimizer. `checkpoint.full_state_dict` accepts it if all
-    optimizers have one process group.
+    optimizers have the same process group.
 
     The process groups of the optimizers may differ. For example, the optimizer of an expert has a smaller group (and
     the argument `average_over`, see docs/experts.md), and ranks outside of this group have other experts, or have no
@@ -68,7 +68,7 @@ class Chained:
         self._agreement_group = max(agreement_groups, key=dist.get_world_size)  # all ranks that train the model
         all_ranks = dist.get_process_group_ranks(self._agreement_group)
         ranks_of_each = [dist.get_process_group_ranks(group) for group in agreement_groups]
-        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # for each optimizer, how many ranks have it
+        self.n_ranks = [len(ranks) for ranks in ranks_of_each]  # for each optimizer the number of ranks that have it
         if not all(set(ranks) <= set(all_ranks) for ranks in ranks_of_each):  # <= of sets: is a subset of
             raise ValueError(f"the optimizers are for ranks {ranks_of_each}: no group has all others as its parts, so "
                              "whose parameters are alike can't be known")
@@ -121,10 +121,10 @@ class Chained:
         if grad_scaler is not None and found_inf(self, grad_scaler):
             self.zero_grad()
             return loss
-        # The arguments of each step: a closure that returns the mean loss, or none, as a step() may take no argument.
-        mean_closure = [] if closure is None else [lambda: loss]
+        # Each step gets a closure that returns the mean loss, or no argument, since a step() may take none.
+        closures = [] if closure is None else [lambda: loss]
         for optimizer in self.optimizers:
-            optimizer.step(*mean_closure)
+            optimizer.step(*closures)
         return loss
 
     def add_param_group(self, group):
@@ -149,9 +149,9 @@ class Chained:
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
         """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. Collective.
 
-        Ranks may have different optimizers. If n ranks have an optimizer, each of these ranks knows the norm of its
-        gradients, and adds 1/n of the norm's p-th power (p = norm_type). So the sum over all ranks counts the gradients
-        of each optimizer once.
+        Ranks may have different optimizers. If n ranks have an optimizer, each of these ranks computes the norm of this
+        optimizer's gradients, and adds 1/n of the norm's p-th power (p = norm_type). So the sum over all ranks counts
+        the gradients of each optimizer once.
 
         Returns the norm before clipping, a scalar tensor. Raises what an optimizer's `clip_grad_norm_` raises.
         """
@@ -162,6 +162,7 @@ class Chained:
                   for optimizer, n_ranks in zip(self.optimizers, self.n_ranks)]
         share = torch.linalg.vector_norm(torch.stack(shares), float(norm_type))
         norm = torch.linalg.vector_norm(tensors_of_ranks(share, self._agreement_group), float(norm_type))
+        # The tensors of this rank whose `grad` is an average.
         params = [param for optimizer in self.optimizers for param in optimizer._averaged_params()]
         return clip_grads(params, max_norm, norm, error_if_nonfinite)
 

@@ -20,7 +20,7 @@ from .hooks import owners_of, untraced
 TORCHS_ZERO_GRAD = torch.nn.Module.zero_grad
 
 
-@untraced
+@untraced  # torch.compile doesn't compile this function
 @functools.wraps(TORCHS_ZERO_GRAD)
 def zero_grad(module, set_to_none=True):
     """Do what torch's Module.zero_grad does, and tell the owners of the parameters that their gradients are dropped.

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 
 class FlatShard(torch.Tensor):
-    """A part of a *whole* tensor: of one box of the whole, the flat elements `start` to `stop`.
+    """A part of a *whole* tensor: the flat elements `start` to `stop` (excluded) of one box of the whole.
 
     Its shape and dtype are those of the whole tensor. A FlatShard may have no elements (start == stop).
 
@@ -37,6 +37,7 @@ class FlatShard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape, start, stop, local, offsets=None, sizes=None, is_replica=False, gather=None):
+        # A tensor of this shape without memory for its elements.
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         self.local = local
         self.start = start
@@ -115,7 +116,7 @@ class FlatShard(torch.Tensor):
         return FlatShard, (tuple(self.shape), *arguments)
 
     def __deepcopy__(self, memo):
-        return self.clone()
+        return self.clone()  # by __torch_dispatch__ below: a FlatShard with a clone of `local`
 
     def __repr__(self):
         return f"FlatShard(elements {self.start} to {self.stop} of {tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -163,7 +164,7 @@ def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
     boxes: list[tuple[tuple, tuple]] = []
     while start < stop:
         row, begin = divmod(start, row_numel)  # `begin` counts the elements of this row before `start`
-        n_rows = (stop - start) // row_numel  # as many whole rows fit
+        n_rows = (stop - start) // row_numel  # so many whole rows have as many elements as are left, or fewer
         if begin == 0 and n_rows:  # a box of whole rows, which begins at 0 in all other dimensions
             boxes.append(((row, *[0] * len(row_shape)), (n_rows, *row_shape)))
             start += n_rows * row_numel

@@ -2,9 +2,9 @@
 
 A *parameter group* is torch's dict of parameters and their hyperparameters. A distributed optimizer has groups of all
 parameters of the model. The *inner optimizer* is the torch optimizer, AdamW for example, that updates this rank's part.
-It has as many groups, of main parameters. A *main parameter* is a tensor that the inner optimizer steps: in stages 1
-and 2 of this project a parameter of the model, in stages 3 and 4 a flat piece of a parameter, in fp32 if the parameter
-has 16 bits.
+It has as many groups, which have main parameters in place of parameters. A *main parameter* is a tensor that the inner
+optimizer steps: in stages 1 and 2 of this project a parameter of the model, in stages 3 and 4 a flat piece of a
+parameter, in fp32 if the parameter has 16 bits.
 
 Situation: a program has an optimizer class of its own, which reads attributes of parameters, writes into its groups, or
 replaces the tensors that it steps. Shown by tests/stages/test_own_classes.py,
