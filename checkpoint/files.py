@@ -55,7 +55,7 @@ from .ranks import (
 )
 from .storage import METADATA, SUMS, LoadPlanner, Reader, SavePlanner, Writer, packed, renamed
 
-# Entries of a parameter group that `save` writes, and `load` doesn't read: the optimizer keeps the values that it has.
+# Entries of a parameter group that `save` writes, and `load` doesn't use: the optimizer keeps the values that it has.
 # They say how this process computes, or what this model calls its parameters.
 KEPT_OPTIONS = {"fused", "foreach", "capturable", "differentiable", "param_names"}
 DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # errors of a disk that can't read its own content
@@ -84,8 +84,8 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
     Raises, on every rank:
         UnfitModel: `optimizer` is of another model, or two ranks have different parameters of one name.
-        CheckpointError: `path` exists or can't be written, or `load` couldn't read a value again, or an earlier
-            asynchronous save has failed.
+        CheckpointError: `path` exists or can't be written, or a value is of a kind that `load` couldn't read, or an
+            earlier asynchronous save has failed.
         RuntimeError: a rank doesn't call `save` within the time-out of the process group, or ends while it writes.
     """
     path = Path(path).absolute()
@@ -137,14 +137,14 @@ def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
     rank, _ = rank_and_size(group)
     with errors_on_all(error_prefix, group):
         state = torchs_state(model, optimizer)
-        state["extra"] = {str(rank): packed(extra)}
+        state["extra"] = {str(rank): packed(extra)}  # so the keys in the checkpoint are "extra.0", "extra.1" and so on
         if is_copied:
             state = tree_map_only(torch.Tensor, copy_on_cpu, state)
         facts = facts_to_agree_on(path, model, optimizer, state["model"])
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
     with errors_on_all(error_prefix, group):
-        refuse_different(all_gather(facts, group))  # a collective must be the first line of such a block
+        refuse_different(all_gather(facts, group))
     return state
 
 
@@ -286,7 +286,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
                                          as_checkpoint_error)
     wait([saver.last])  # until the last asynchronous save has ended. If it has failed, the next save raises the error
     with failing_together():
-        reader = Reader(Path(path), *rank_and_size(group))
+        reader = Reader(Path(path), *rank_and_size(group))  # the second and third arguments: rank, number of ranks
     with failing_together():
         if len(set(all_gather(reader.checksum, group))) > 1:
             raise CheckpointError("the ranks read different checkpoints")
@@ -303,12 +303,12 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         if not options.flatten_optimizer_state_dict:
             state["optimizer"]["param_groups"] = groups_to_load(state, own_state, optimizer)
     with failing_together():
-        if options.flatten_optimizer_state_dict:
+        if options.flatten_optimizer_state_dict:  # torch's function loads this form, too
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         else:
             optimizer.load_state_dict(state["optimizer"])
         set_model_state_dict(model, state["model"])
-    (extra,) = state.get("extra", {"": None}).values()
+    (extra,) = state.get("extra", {"": None}).values()  # the dict has a single entry, see memory_for()
     return extra
 
 
@@ -412,6 +412,7 @@ def keys_in_checkpoint(state, metadata) -> dict[str, str]:
     """
     stored = metadata.state_dict_metadata
     own_keys, _ = flatten_state_dict(state)  # a flat dict; only its keys are used
+    # Whether names of the model are keys themselves, as in torchtitan.
     is_at_the_top = any(name in stored and f"model.{name}" not in stored for name in state["model"])
     stored_keys = {}
     # id of a parameter's memory -> key of the main parameter from which it is read. Tied parameters share one memory.
@@ -422,6 +423,7 @@ def keys_in_checkpoint(state, metadata) -> dict[str, str]:
         has_main_param = main_key in own_keys  # whether the optimizer here has a main parameter of this parameter
         if has_main_param:
             stored_keys[main_key] = main_key if main_key in stored else model_key
+        # Is the model's parameter read from the main parameter in the checkpoint? See above.
         if main_key in stored:
             if not has_main_param or stored[model_key].properties.dtype != memory.dtype:
                 main_key_of[id(memory)] = main_key

@@ -23,7 +23,7 @@ from guard.state_dict import loaded_value, parts_of, state_dict_of
 from .files import copy_on_cpu, saver_for, unwrapped_optimizer, with_own_options
 from .ranks import UnfitModel, all_gather, errors_on_all, saver_of
 
-# Beginnings of errors.
+# Beginnings of error texts.
 NOT_READ = "the state can't be put together"
 NOT_LOADED = "the state can't be loaded"
 NOT_MOVED = "the state can't be moved"
@@ -42,10 +42,11 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
-    is_left_out = getattr(optimizer, "rank", 0) < 0  # -1 on a rank without a part, after reshard()
+    # After reshard() `rank` is -1 on a rank without a part. Some optimizers, such as a Chained, have no such attribute.
+    is_left_out = getattr(optimizer, "rank", 0) < 0
     if is_left_out and not to_all:
         return {}
-    group = saver_for(optimizer).state_group
+    group = saver_for(optimizer).state_group  # a process group of all ranks that have parts, for messages with states
     if hasattr(optimizer, "refuse_different_settings"):
         optimizer.refuse_different_settings()
     with errors_on_all(NOT_READ, group):
@@ -83,23 +84,23 @@ def whole_states(states, n_params, to_rank, error_prefix, group):
         to_rank: the rank of the group that gets the whole values; other ranks get {}. None: all ranks get them.
         error_prefix: the beginning of the error on all ranks if the parts don't make a whole.
     """
-    whole_states = {}
+    state_of_index = {}
     for index in range(n_params):
         own_entries = tree_map_only(torch.Tensor, torch.Tensor.cpu, states.get(index, {}))
         entries_of_ranks = gather_to(own_entries, to_rank, group)
         with errors_on_all(error_prefix, group):
-            parts_of = {}  # name of an entry -> the parts of its value that ranks have
+            parts_of_entry = {}  # name of an entry -> the parts of its value that ranks have
             for entries in entries_of_ranks:
                 for name, value in entries.items():
-                    parts = parts_of.setdefault(name, [])
+                    parts = parts_of_entry.setdefault(name, [])
                     # A rank without a part of the parameter has FlatShards without elements, which are left out.
                     if not isinstance(value, FlatShard) or value.local.numel():
                         parts.append(value)
             whole_state = {name: whole_value(parts, f"{name} of parameter {index}")
-                           for name, parts in parts_of.items() if parts}
+                           for name, parts in parts_of_entry.items() if parts}
         if whole_state:
-            whole_states[index] = whole_state
-    return whole_states
+            state_of_index[index] = whole_state
+    return state_of_index
 
 
 def gather_to(value, to_rank, group) -> list:

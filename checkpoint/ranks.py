@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 TIMEOUT = timedelta(minutes=30)  # so long a rank waits for another rank that writes or reads
 LONGEST_LINE = 500  # so many letters of an error's text are shown
-# The default process group -> {(ranks of a group, ranks of another group, …): Saver}. The key has a tuple of ranks for
-# each process group that saver_of() was called for. saver_of() fills the inner dict. destroy_process_group() ends all.
+# The default process group -> {(ranks of a group, ranks of another group, …): Saver}. saver_of() fills the inner dict.
+# A key of it has a tuple of ranks for each process group over which a model is spread. After destroy_process_group()
+# the Savers are gone, because nothing but this program's own references keeps the default process group.
 SAVERS = weakref.WeakKeyDictionary()
 
 
@@ -74,7 +75,7 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
     own_report = None  # what this rank tells the others: (class of the error, first line of its text)
     try:
         yield
-    except BaseException as error:  # DCP's CheckpointException isn't an Exception
+    except BaseException as error:  # DCP's CheckpointException is no subclass of Exception
         own_error = error_of_this_rank(error, group)
         if own_error is not None:
             own_error = as_checkpoint_error(own_error)
@@ -198,12 +199,12 @@ def saver_of(process_group, meshes=()) -> Saver:
     if dist.get_rank(process_group) < 0:  # checkpoint.reshard() has moved the state to other ranks
         raise CheckpointError("this rank is in no process group since reshard(): the others save, and load")
     groups_of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]
-    groups = [*dict.fromkeys([process_group or dist.group.WORLD, *groups_of_meshes])]
+    groups = [*dict.fromkeys([process_group or dist.group.WORLD, *groups_of_meshes])]  # each group once
     ranks_of_groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
     savers = SAVERS.setdefault(dist.group.WORLD, {})  # {ranks_of_groups: Saver}, see SAVERS
     is_known = ranks_of_groups in savers
-    token_of_rank = {dist.get_rank(): secrets.token_hex(8)}  # of each rank that this rank knows a random text
-    # If the Saver is known, a message in the first group is sent only so that a missing rank is an error, see above.
+    token_of_rank = {dist.get_rank(): secrets.token_hex(8)}  # rank that this rank knows -> random text of that rank
+    # If the Saver is known, the message in the first group only serves to notice that a rank is missing, see above.
     groups_to_hear = groups[:1] if is_known else groups
     for group in groups_to_hear:
         for tokens in all_gather(token_of_rank, group):

@@ -181,6 +181,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         stored = self.metadata.state_dict_metadata  # key -> description of the value
         for key, value in self.state_dict.items():
             is_tensor = isinstance(value, torch.Tensor)
+            # Refuse if the key is missing, or if either the checkpoint or the state_dict has a tensor, and not both.
             if key not in stored or isinstance(stored[key], TensorStorageMetadata) != is_tensor:
                 raise ForeignCheckpoint(f"it is of another model or optimizer: it has no {key}")
         keys_used_here = list(self.state_dict)  # create_global_plan() reads them from the plan, which has room for data

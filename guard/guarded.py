@@ -57,7 +57,7 @@ TRIAL_SHAPE = (13,)
 
 
 class Guarded(torch.optim.Optimizer):
-    """The part of the guard that all stages have: a base class of each DistributedOptimizer, before the core."""
+    """The part of the guard that all stages have. Each DistributedOptimizer has two bases: this class, and its core."""
 
     # The next three lines only declare types, for mypy. The core or the stage defines these attributes.
     __init__: Callable[..., None]
@@ -79,7 +79,7 @@ class Guarded(torch.optim.Optimizer):
 
         settings: the stage's own arguments, by name. The ranks compare them.
         """
-        silence_torch()  # no warnings about what torch and this project do to each other
+        silence_torch()  # torch would warn about two things that this project needs
         watch_torch(self)  # from now on torch's clipping functions and model.zero_grad() know of this optimizer
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core and its bases
@@ -91,7 +91,8 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _agreement_group(self):
-        """Return the group of all ranks that train these parameters. In variants/hybrid.py `process_group` is a part.
+        """Return the group of all ranks that train these parameters. In variants/hybrid.py these are more ranks than in
+        `process_group`.
         """
         return self.process_group
 
@@ -101,11 +102,12 @@ class Guarded(torch.optim.Optimizer):
         if self._states is None:  # torch's constructor calls this method, with groups that are checked already
             return super().add_param_group(param_group)
         old_groups = [dict(group) for group in self.param_groups]  # copies, because the check changes them
-        *_, checked_group = checked_groups(self, [*old_groups, param_group], {})  # the last one is the new group
+        *_, checked_group = checked_groups(self, [*old_groups, param_group], {})  # the new group comes last
         super().add_param_group(checked_group)
         (own_group,) = self.shard(self.param_groups[-1:])
         self.optimizer.add_param_group(own_group)
-        # A class such as Adagrad makes a state in its constructor; torch < 2.13 forgets it in add_param_group().
+        # A class such as Adagrad makes a state in its constructor. torch < 2.13 makes none in add_param_group(). So take
+        # the state from another object of the class.
         self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
         self._note_shards()
 
@@ -138,7 +140,7 @@ class Guarded(torch.optim.Optimizer):
         self._params = all_params(self)
         names_in_state = weakref.WeakMethod(self._names_in_state)  # weak, so that there is no cycle of references
         self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(), names_in_state)
-        self._known_ids = self._param_ids()
+        self._known_ids = self._param_ids()  # step() compares them with what `param_groups` has then
         # The core divides sums of gradients by the number of ranks. If `average_over` asks for another divisor, the
         # averages are multiplied by this factor.
         self._grad_factor = 1.0
@@ -201,7 +203,7 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_grads(self, **arguments):
-        """Average the gradients as the core does, if they aren't averaged yet; then account for `average_over`.
+        """Average the gradients as the core does, if they aren't averaged yet; by the divisor that `average_over` says.
 
         arguments: those of `clip_grad_norm_` or `scale_grads_`, by name; stage 4 compares them between the ranks.
         """
@@ -216,6 +218,7 @@ class Guarded(torch.optim.Optimizer):
             self._states.cut_whole_tensors()
         self._take_model_changes()
         # torch's hooks for all optimizers run around our step. They must not run around the inner optimizer's, too.
+        # (`any`: at least one of the two dicts of hooks isn't empty.)
         hooks_off = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
         with hooks_off, profiler_range("inner step"):
             super().step_own()

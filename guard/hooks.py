@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # now: torch would import it with the first optimizer, and would then keep the process group alive
-from torch._dynamo.decorators import skip
+from torch._dynamo.decorators import skip  # marks a function that torch.compile must leave as it is
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # torch's dicts of hooks for all optimizers
@@ -29,7 +29,7 @@ active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # a funct
 
 
 def untraced(function):
-    """Return a function that does what `function` does, and that torch.compile never compiles, nor what it calls.
+    """Return a function that does what `function` does. torch.compile compiles neither it nor the functions it calls.
 
     torch.compiler.disable() alone would do this too. But a call of the wrapper that it makes takes longer than a hook
     does, so the wrapper is only used while torch compiles.

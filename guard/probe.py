@@ -66,9 +66,10 @@ def check_one_by_one(make_optimizer, groups, are_views=False, make_plain=None):
 
 
 def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
-    """Try for each kind of parameter group whether two and three ranks with a share each get the result of one rank.
+    """Try, for each kind of parameter group, whether several ranks together get the result of a single rank.
 
-    All these ranks are played by this process, without communication.
+    There are trials with two ranks and with three ranks, each of which updates a share. This process plays all ranks,
+    without communication.
 
     Args:
         make_optimizer: functools.partial of the optimizer class with its arguments. Called with groups, it makes the
@@ -89,7 +90,7 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     check_groups(make_plain, groups)
     leaves_grads = False
     for trial in trials_of(groups):
-        key = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))  # the texts show all hyperparameters
+        key = make_optimizer.func, unit, are_views, repr((make_optimizer, trial))  # repr() shows all hyperparameters
         if key not in PASSED:
             whole, dtype, tolerance = unsharded(trial, make_plain)
             for n_ranks in (2, 3):
@@ -98,7 +99,8 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
                 except Exception as failure:  # Muon, for example, can't step a piece of a matrix, which is a vector
                     raise ValueError(refusal.format(name, reason_of(failure))) from failure
                 if not are_alike(whole, shared, tolerance):
-                    # Is it because tensors are views, or because they are pieces? Let one rank step whole views.
+                    # Is it because tensors are views, or because they are pieces? Let one rank step views of whole
+                    # tensors: unit None, are_views True.
                     whole_views = run(trial, make_plain, 1, dtype, None, True) if are_views else whole
                     if not are_alike(whole, whole_views, tolerance):
                         raise ValueError(f"{name} steps views otherwise than parameters: keep p.grad.clone(), not "
@@ -153,7 +155,7 @@ def unsharded(trial, make_optimizer):
         try:
             return run(trial, make_optimizer, 1, dtype, None, False), dtype, tolerance
         except Exception as failure:
-            cause = failure
+            cause = failure  # a second name, because Python deletes `failure` at the end of this block
             reason = reason_of(failure)
     shapes = ", ".join(map(str, trial.shapes))
     raise ValueError(f"{make_optimizer.func.__name__} fails in a trial on tensors of {shapes}: {reason}") from cause
@@ -179,8 +181,8 @@ def trials_of(groups):
             raise ValueError(f"lr is {options['lr']}: it must be a finite number")
         n_dims = sorted({param.dim() for group in alike for param in group["params"]})
         small_shapes = [small_shape(n) for n in n_dims]
-        # The shapes are repeated until there are enough tensors.
-        n_tensors = max(3, len(small_shapes))  # so that each of three ranks has a tensor
+        # The shapes are repeated, so that each of three ranks has a tensor.
+        n_tensors = max(3, len(small_shapes))
         yield Trial(options, device, (small_shapes * 3)[:n_tensors], PHASES)
         # 8-bit optimizers use 8 bits only for some numbers of elements: more than 4096 or 65536, a power of two, or a
         # multiple of 256 or 2048. A tensor of 2**17 elements meets each of these rules, and a third of it is no such

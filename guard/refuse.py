@@ -78,6 +78,7 @@ def checked_groups(optimizer, params, settings):
     except Exception as refusal:
         error = refusal  # not raised yet, so that all ranks meet in agree(), which raises it on every rank
     agree(error, settings, process_group, device)
+    # `_probe` raises an error if the stage can't run this optimizer class.
     optimizer._leaves_grads = optimizer._probe(optimizer.make_optimizer, groups)
     return groups
 
@@ -124,6 +125,7 @@ def check_memory(named, takes_channels_last):
 
     If tensors share memory, the update of each tensor would overwrite the update of the other.
     """
+    # Number of dimensions -> another layout that is allowed.
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d} if takes_channels_last else {}
     for name, tensor in named:
         # NCCL can send tensors of the default layout and of this layout.
@@ -195,7 +197,7 @@ def silence_torch():
     """Silence two warnings of torch. A constructor calls this function, so that an import changes no warning filter.
 
     One warning asks programs to call two collectives by new names, which torch before 2.13 doesn't have. The other
-    warning says that GradScaler will no longer pass itself to `step`. It has to: `step` needs the scaler, to tell it
+    warning says that a later GradScaler won't pass itself to `step`. Until then `step` needs it, to tell the scaler
     about an inf on another rank.
     """
     for message in (".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated",

@@ -23,6 +23,7 @@ CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.n
 # Each of CLIPS is a wrapper that torch.no_grad has made. The wrapper's closure has one cell, which holds the function
 # that clips. `watch_torch` replaces the content of the cell, and leaves the wrapper as it is. So it also reaches
 # programs that have imported the wrapper by name.
+# If another release of torch makes them without a closure (None), there are too few cells, which is an error.
 CELLS = [cell for function in CLIPS for cell in function.__closure__ or ()]
 if len(CELLS) != len(CLIPS):
     raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
@@ -48,7 +49,8 @@ def total_norm(optimizer, norm_type):
         grads = [main.grad for main in main_params if main.grad is not None]
         if not grads:
             grads = [torch.zeros(1, device=state.device)]  # because torch's norm of an empty list is on the CPU
-        # From here on the norm is a list of norms, one of each rank, and then their norm; group after group.
+        # First compute the norm of this rank's parts. Then, for one group after the other, gather the norms of the
+        # group's ranks, and compute the norm of these norms.
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(state.norm_dtype)
         for group in (optimizer.process_group, *mesh_groups):
             norm = torch.linalg.vector_norm(tensors_of_ranks(norm, group), float(norm_type))
@@ -63,7 +65,7 @@ def total_norm(optimizer, norm_type):
 def tensors_of_ranks(tensor, group):
     """Return a tensor of shape (d, …) with the `tensor` of each of the d ranks of the group. Collective.
 
-    Callers compute the maximum of the result, because an all-reduce with MAX may lose a nan.
+    Callers compute the maximum or the norm of these d. An all-reduce would do it for them, but with MAX may lose a nan.
     """
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=group)
@@ -110,8 +112,9 @@ def refuse_unseen(clip_name, params):
         is_local = "averages" not in holds and not holds.isdisjoint(["own", "nothing"])
         finds_own = param.grad is not None and is_local
         if finds_own and clip_name == "clip_grad_value_":
-            # One warning is enough for all parameters. With this stacklevel it names the line of the program, which has
-            # called torch's wrapper, which calls clip_or_refuse(), which calls `untraced`, which calls this function.
+            # One warning is enough for all parameters. With this stacklevel it names the line of the program. That line
+            # has called torch's wrapper, which calls clip_or_refuse(), which calls the wrapper that `untraced` has made
+            # of this function.
             warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
                           "finish_grad_sync() of the DistributedOptimizer first", stacklevel=5)
             return

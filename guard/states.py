@@ -80,6 +80,7 @@ class ByParameter(MutableMapping):
     def __getitem__(self, param):
         """Return the state of `param`, with MISSING for entries that this rank doesn't have."""
         state = {} if param in self.foreign_params else self.inner.state[self._accessed_key(param)]
+        # names_of() returns the function to which the weak reference refers.
         names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
         missing = [name for name in names if not state or name == MAIN_PARAM]
         return StateOfParameter(state, missing) if missing else state
@@ -149,9 +150,10 @@ class ByParameter(MutableMapping):
 
 
 def without_missing(state):
-    """Return a copy of `state`, which a program has assigned, without MISSING entries. No dict is returned unchanged.
+    """Return a copy of the dict `state`, which a program has assigned, without entries that are MISSING.
 
-    A program may assign a StateOfParameter that it has got from another parameter.
+    There are such entries if the program assigns the state of another parameter. If `state` is no dict, it is returned
+    unchanged.
     """
     if not isinstance(state, dict):
         return state

@@ -26,7 +26,7 @@ from .probe import check_one_by_one
 
 
 class OfWholeParams(Guarded):
-    """The base class of the DistributedOptimizers of stages 1 and 2, before their cores.
+    """A base class of the DistributedOptimizers of stages 1 and 2. Their second base class is the core.
 
     average_gradients: False if gradients are averaged already, because the model is in DDP.
     """
@@ -61,6 +61,7 @@ class OfWholeParams(Guarded):
         return named
 
     def _watch_shards(self, groups):
+        """Hook the gradients of the parameters of new groups."""
         self._grads_synced = False  # the gradients of new parameters are this rank's own
         for group in groups:
             for param in group["params"]:
