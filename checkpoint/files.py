@@ -127,7 +127,7 @@ def saver_for(optimizer) -> Saver:
 
 
 def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
-    """Return the state that this rank saves, as a dict. Collective.
+    """Return what this rank saves: {"model": state_dict, "optimizer": state_dict, "extra": {rank: bytes}}. Collective.
 
     is_copied: whether the dict has copies of all tensors, on the CPU. Otherwise it has the program's tensors.
 

@@ -61,8 +61,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
 def refuse_several_groups(optimizer):
     """Raise RuntimeError for a Chained whose optimizers have process groups of different sizes."""
     # A Chained joins several optimizers. Its `n_ranks` is a list: for each optimizer the number of ranks that have it.
-    numbers = getattr(optimizer, "n_ranks", ())
-    if len(set(numbers)) > 1:
+    numbers_of_ranks = getattr(optimizer, "n_ranks", ())
+    if len(set(numbers_of_ranks)) > 1:
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 

@@ -106,8 +106,8 @@ class Guarded(torch.optim.Optimizer):
         super().add_param_group(checked_group)
         (own_group,) = self.shard(self.param_groups[-1:])
         self.optimizer.add_param_group(own_group)
-        # A class such as Adagrad makes a state in its constructor. torch < 2.13 makes none in add_param_group(). So take
-        # the state from another object of the class.
+        # A class such as Adagrad makes a state in its constructor. torch < 2.13 makes none in add_param_group(), so let
+        # another object of the class make it.
         self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
         self._note_shards()
 
@@ -298,6 +298,8 @@ class Guarded(torch.optim.Optimizer):
         """Return [(param, start, stop, main), …]: what this rank updates.
 
         It updates elements start:stop of the flattened `param`. The inner optimizer has them as the tensor `main`.
+        state_dict.py and checkpoint/ call this method. It first copies what other code has written into the model's
+        parameters, or into states, to the tensors of the inner optimizer.
         """
         with torch.no_grad():
             self._take_model_changes()

@@ -207,10 +207,11 @@ def saved_value(part, name, value):
             return part.shard(value)
         if value.numel() == 1:
             return value.detach()
-        if part.has_one_owner:
+        if part.has_one_owner:  # a FlatShard with all elements
             return FlatShard(value.shape, 0, value.numel(), value.detach().reshape(-1), gather=part.gather)
     elif part.has_one_owner or not isinstance(value, (dict, list, tuple)):
         return as_python(value)
+    # Several ranks have parts of the parameter, and each of these ranks has a value of this kind.
     raise ValueError(f"the state of {part.label} has {name}, neither a scalar nor a tensor of the parameter's shape: "
                      "stages 1 and 2 can save it, since there each parameter has one owner")
 
@@ -263,7 +264,7 @@ def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
         settings = {**settings_of(prepared.options), "n_steps": float(prepared.n_steps)}
     except Exception as failure:
         error = failure
-    agree(error, settings, optimizer._agreement_group, device)
+    agree(error, settings, optimizer._agreement_group, device)  # raises if this rank, or another rank, has an error
     return prepared
 
 
