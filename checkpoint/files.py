@@ -104,7 +104,9 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 def unwrapped_optimizer(optimizer):
-    """Return the stage's optimizer that a wrapper of accelerate, Lightning or Fabric holds; without one, `optimizer`.
+    """Return the stage's optimizer in `optimizer`, if this is a wrapper of accelerate, Lightning or Fabric.
+
+    Otherwise return `optimizer`.
 
     A wrapper has an attribute `optimizer`: a stage's optimizer, or another wrapper. (A stage's optimizer has such an
     attribute, too: a torch optimizer.)
@@ -122,7 +124,7 @@ def saver_for(optimizer) -> Saver:
     group for messages between these ranks, and the thread that writes asynchronous saves.
     """
     dtensors = [param for param in all_params(optimizer) if isinstance(param, DTensor)]
-    meshes = dict.fromkeys(param.device_mesh for param in dtensors)  # each mesh once, in one order on all ranks
+    meshes = dict.fromkeys(param.device_mesh for param in dtensors)  # each mesh once, in the same order on all ranks
     return saver_of(getattr(optimizer, "process_group", None), meshes)
 
 
@@ -343,8 +345,8 @@ def is_flattened(metadata):
 def memory_for(own_state, metadata, group) -> dict:
     """Return a dict for DCP to fill: like `own_state`, with memory on the CPU in place of each tensor.
 
-    Its parameter groups have the hyperparameters that the checkpoint has. It has an entry "extra" if the checkpoint has
-    one.
+    Its parameter groups have the hyperparameters that the checkpoint has. If a rank has saved an `extra`, the dict has
+    an entry "extra".
     """
     stored = metadata.state_dict_metadata  # key -> DCP's description of the value
     state = tree_map_only(torch.Tensor, empty_on_cpu, own_state)

@@ -171,7 +171,7 @@ class Chained:
         return iter(self.optimizers)
 
     def state_dict(self):
-        """Return one state_dict in the form of torch's optimizers. Not collective.
+        """Return a single state_dict of all optimizers, in the form of torch's optimizers. Not collective.
 
         Indices of parameters are counted through all optimizers: the second optimizer's begin where the first's end.
         """

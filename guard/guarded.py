@@ -65,7 +65,7 @@ class Guarded(torch.optim.Optimizer):
     _stage: int
     _takes_dtensors = _takes_channels_last = False
     _steps_whole_params = False  # whether each main parameter is a whole parameter in stage 4, as in variants/muon.py
-    # state_dict() calls this function on a main parameter, and saves what it returns. A variant may have another one.
+    # state_dict() calls this function on a main parameter, and saves what it returns. A variant may replace it.
     _main_to_save = staticmethod(torch.Tensor.detach)
     # GradScaler reads this mark. It then calls step(grad_scaler=itself) also if the gradients of this rank have an inf,
     # so that step() can tell the other ranks.
@@ -104,7 +104,7 @@ class Guarded(torch.optim.Optimizer):
         old_groups = [dict(group) for group in self.param_groups]  # copies, because the check changes them
         *_, checked_group = checked_groups(self, [*old_groups, param_group], {})  # the new group comes last
         super().add_param_group(checked_group)
-        (own_group,) = self.shard(self.param_groups[-1:])
+        (own_group,) = self.shard(self.param_groups[-1:])  # shard() takes a list of groups, and returns a list
         self.optimizer.add_param_group(own_group)
         # A class such as Adagrad makes a state in its constructor. torch < 2.13 makes none in add_param_group(), so let
         # another object of the class make it.

@@ -72,8 +72,10 @@ class Part(NamedTuple):
 
 def parts_of(optimizer) -> list[Part]:
     """Return a list with the Part of each parameter, in the order of the groups."""
+    # id of a parameter of which this rank updates a piece -> (main parameter, start, stop).
     piece_of = {id(param): (main, start, stop) for param, start, stop, main in optimizer.pieces()}
     mesh_groups = other_mesh_groups(optimizer)
+    # For each parameter the hyperparameters of its group.
     options_of_each = [hyperparameters(group) for group in optimizer.param_groups for _ in group["params"]]
     parts = []
     for (name, param), options in zip(named_params(optimizer.param_groups), options_of_each):
@@ -383,6 +385,7 @@ def inner_with(inner, state_of, of_no_parameter, options):
     inner_copy = object.__new__(type(inner))
     vars(inner_copy).update(vars(inner))
     groups = [{**group, **copy.deepcopy(new_options)} for group, new_options in zip(inner.param_groups, options)]
+    # As in a state_dict the keys are indices. Parameters without a state are left out.
     states = {index: state_of[main] for index, main in enumerate(all_params(inner)) if state_of.get(main)}
     inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": with_indices(groups)})
     for main, state in state_of.items():

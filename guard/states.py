@@ -123,7 +123,7 @@ class ByParameter(MutableMapping):
         return self[param]
 
     def replace(self, state):
-        """Replace all states by those in the mapping `state`. A program has called `optimizer.state = state`."""
+        """Replace all states by the states in `state`, a mapping that a program has assigned to `optimizer.state`."""
         own = {self._accessed_key(key): without_missing(value) for key, value in state.items()}
         self.inner.state = defaultdict(dict, own)
 
@@ -191,8 +191,8 @@ def update_main_param(main_param, param):
     """Copy the elements of `param` that other code has changed into `main_param`, the main parameter.
 
     `param` is the model's memory of the same elements. If `main_param` is an fp32 copy of 16-bit elements, an element
-    that rounds to the one in `param` stays, because it is more precise. `param` and `main_param` are the same tensor
-    unless parameters have 16 bits, or `main_param` is on the CPU, as in variants/offload.py.
+    of the copy that rounds to the element in `param` stays, because it is more precise. `param` and `main_param` are
+    the same tensor unless parameters have 16 bits, or `main_param` is on the CPU, as in variants/offload.py.
     """
     if main_param is not param:
         param = param.to(main_param.device)
