@@ -80,7 +80,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
                 unpickled(io.BytesIO(written.getvalue()))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                # If torch's unpickler refuses a class, its message has one of these two forms.
+                # If torch's unpickler refuses a class, its message has one of these two forms, and so one of the two
+                # groups of the pattern has the name of the class.
                 refused = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
                 if refused:
                     reason = f"it holds {refused[1] or refused[2]}"

@@ -384,6 +384,7 @@ def inner_with(inner, state_of, of_no_parameter, options):
     # doesn't change the objects that were there.
     inner_copy = object.__new__(type(inner))
     vars(inner_copy).update(vars(inner))
+    # The inner optimizer's groups, with the new hyperparameters in place of the old.
     groups = [{**group, **copy.deepcopy(new_options)} for group, new_options in zip(inner.param_groups, options)]
     # As in a state_dict the keys are indices. Parameters without a state are left out.
     states = {index: state_of[main] for index, main in enumerate(all_params(inner)) if state_of.get(main)}
