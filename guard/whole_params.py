@@ -92,8 +92,8 @@ class OfWholeParams(Guarded):
             return
         params = all_params(self)  # frozen parameters, too: other ranks may not have frozen them
         grads = [dense_grad(param) for param in params]
-        # A flag for each parameter, a number in the gradients' dtype. 1: this rank has a gradient of the parameter. After
-        # the average a flag above 0 says that at least one rank has a gradient of it.
+        # A flag for each parameter, a number in the dtype of gradients: 1 if this rank has a gradient of the parameter.
+        # After the average a flag above 0 says that at least one rank has a gradient of it.
         flags = torch.tensor([param.grad is not None for param in params]).to(grads[0])
         super().average([*grads, flags])  # writes the averages into these tensors
         for param, grad, flag in zip(params, grads, flags.tolist()):
