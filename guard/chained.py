@@ -93,7 +93,7 @@ class Chained:
 
     zero_grad = method_of_each("zero_grad")
     set_requires_gradient_sync = method_of_each("set_requires_gradient_sync")
-    # Only an optimizer of stage 4, which sends parameters after step() has returned, has the next two methods.
+    # Only optimizers of stage 4, whose step() can return before updated parameters arrive, have the next two methods.
     prefetch_params = method_of_each("prefetch_params")
     finish_param_sync = method_of_each("finish_param_sync")
 

@@ -65,7 +65,7 @@ def total_norm(optimizer, norm_type):
 def tensors_of_ranks(tensor, group):
     """Return a tensor of shape (d, …) with the `tensor` of each of the d ranks of the group. Collective.
 
-    Callers compute the maximum or the norm of these d. An all-reduce would do it for them, but with MAX may lose a nan.
+    Callers compute the norm or the maximum of the result, because an all-reduce with MAX may lose a nan.
     """
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=group)
