@@ -5,9 +5,10 @@
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
-`save` adds three things to these lines: checksums; an error on one rank becomes an error on all ranks; and the folder
-gets its name only when it is complete. `load` changes nothing before everything was read and fits. The folders have
-DCP's format: a program with torch's lines can read them, and `load` can read what FSDP2 programs have written.
+`save` adds three things to these lines. It writes checksums, it turns an error on one rank into an error on all ranks,
+and the folder gets its name only when it is complete. `load` changes nothing before everything was read and fits. The
+folders have DCP's format, so a program with torch's lines can read them, and `load` can read what programs with FSDP2
+have written.
 
 Words of this file: an optimizer of a *stage* is one of this project's distributed optimizers, of which each rank has a
 part of the state. A `Chained` joins several of them. A *Saver* (ranks.py) has the process groups for messages between

@@ -82,7 +82,7 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
             kind = type(own_error) if isinstance(own_error, CheckpointError) else CheckpointError
             own_report = kind, first_line(own_error)
     reports = all_gather(own_report, group)
-    if own_error and not isinstance(own_error, Exception):  # Ctrl-C, say
+    if own_error and not isinstance(own_error, Exception):  # for example an interrupt by Ctrl-C
         raise own_error from None
     are_different = len(set(reports)) > 1
     for rank, report in enumerate(reports):

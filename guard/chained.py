@@ -173,7 +173,8 @@ class Chained:
     def state_dict(self):
         """Return a single state_dict of all optimizers, in the form of torch's optimizers. Not collective.
 
-        Indices of parameters are counted through all optimizers: the second optimizer's begin where the first's end.
+        Parameters are counted through all optimizers: the first parameter of the second optimizer comes after the last
+        parameter of the first optimizer.
         """
         state = {}
         groups = []

@@ -74,7 +74,7 @@ def as_python(value):
 
 
 def share_attributes(groups, own_groups, param_of):
-    """Give each main parameter the attributes and the name of its parameter, because a class may read p.lr_mul, say.
+    """Give each main parameter the attributes and the name of its parameter. (A class may read p.lr_mul, for example.)
 
     Afterwards the parameter and the main parameter share one dict of attributes. So if a program changes an attribute
     of the parameter later, the inner optimizer reads the new value. The names are written into `own_groups`.
@@ -102,8 +102,9 @@ class InnerTensors:
     restores the connection after each step.
 
     Attributes:
-        main_params: the main parameters, which the inner optimizer has got.
-        grads: their gradients. Each `main.grad` must be a view of the buffer before this object is made.
+        main_params: the main parameters, which the inner optimizer steps.
+        grads: the gradients of the main parameters. Before this object is made, each main parameter must have a `grad`,
+            a view of the buffer.
         views: for each of these tensors, parameters first, another view of the same memory, which the class of the
             inner optimizer can't reach.
     """

@@ -13,7 +13,7 @@ the core's `step` at its end. This core's `step` calls `sync_grads`, `step_own` 
 guard's methods of these names. A stage's class defines:
 
     _refuse(named)              raise an error for parameters that the stage can't train; return [(name, tensor)], the
-                                tensors that the stage stores: of a DTensor its local part
+                                tensors that the stage stores. In place of a DTensor that is this rank's local part
     _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
     _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
     _watch_shards(groups)       prepare the guard for parameters that `shard` has just divided between the ranks
@@ -25,7 +25,7 @@ guard's methods of these names. A stage's class defines:
     _take_model_changes()       copy what other code has written into the model's parameters to the main parameters
     has_grads                   whether this rank is between backward() and step()
     _stage, _buffers_in_words() texts for repr()
-    _grads_elsewhere            whether gradients of this step were ever outside of param.grad, in a buffer say
+    _grads_elsewhere            whether gradients of this step were ever outside of param.grad, for example in a buffer
     _param_grad_holds           what torch's clipping functions find in param.grad: "averages", "own" gradients of this
                                 rank, or "nothing". scaling.py reads it. A buffer may have it in place of the optimizer
 
@@ -223,7 +223,7 @@ class Guarded(torch.optim.Optimizer):
         with hooks_off, profiler_range("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(own_group))  # some classes write into their groups, a count of steps say
+            group.update(hyperparameters(own_group))  # a class may write into its groups, for example count steps there
         self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -250,7 +250,7 @@ class Guarded(torch.optim.Optimizer):
             RuntimeError: a parameter received no gradient in stage 4, or a gradient was assigned too late, or a
                 parameter's `data` was replaced; or `arguments` or the parameter groups of the ranks differ, in lr for
                 example. Stage 4 raises it on every rank. But if the ranks have agreed on this step's gradients before,
-                in `clip_grad_norm_` say, an error raised later is on this rank alone.
+                for example in `clip_grad_norm_`, a later error is raised on this rank alone.
         """
         self.sync_grads(**arguments)
 

@@ -197,7 +197,7 @@ def trials_of(groups):
 def run(trial, make_optimizer, n_ranks, dtype, unit, are_views):
     """Let `n_ranks` ranks, all in this process, update a share each, by an optimizer each. Returns an Outcome.
 
-    The last three arguments are explained in `check`; dtype: of all tensors.
+    dtype: the dtype of all tensors. The next two arguments are explained in `check`.
     """
     options, device, shapes, phases = trial
     values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)  # of all tensors, flat

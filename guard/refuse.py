@@ -169,7 +169,7 @@ def agree(error, settings, process_group, device):
     error: the exception of this rank, or None. A rank with an exception raises it; the other ranks raise an error with
         the text of the first rank that has an exception.
     settings: name -> number or text.
-    device: whose tensors the group can send.
+    device: a device whose tensors the group can send.
     """
     checksum = checksum_of(settings)
     report = torch.tensor([error is not None, checksum, -checksum], device=device)

@@ -100,7 +100,10 @@ def stepped_alone(make_optimizer, options, param):
 
 
 def reason_of(failure):
-    """Return a text about an exception in a trial. Raise the exception if the class isn't to blame: no memory, say."""
+    """Return a text about an exception in a trial. Raise the exception if something else is to blame than the class.
+
+    For example, there is not enough memory.
+    """
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
     # If the CPU has no memory left, torch raises a RuntimeError that names its allocator.
     if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):
@@ -156,8 +159,8 @@ def fits(entry, value, trial_shape, shape):
     """Return whether the state of a parameter of `shape` may have `value` where the trial step has made `entry`.
 
     value: a Spec in place of a tensor, or any value that is no tensor.
-    entry: likewise, from the Schema of a parameter of `trial_shape`. None: the trial step has made no entry of this
-        name. Then a later step makes it, such as slow weights.
+    entry: from the Schema of a parameter of `trial_shape`, also a Spec or a value that is no tensor. None: the trial
+        step has made no entry of this name. Then a later step makes it. For example, some classes keep slow weights.
     """
     if entry is None:
         return not isinstance(value, Spec) or value.shape in ((), shape)

@@ -60,7 +60,7 @@ def is_a_member(optimizer):
     """Return whether other optimizers train the same model, for example one for experts, and one for the other layers.
 
     `optimizer._chain` is a weak reference to the Chained that has the optimizer, or None. Without a Chained,
-    `average_over` tells: an expert is on fewer ranks than the group over whose ranks its gradients are averaged.
+    `average_over` shows it, because an expert is on fewer ranks than the group over which its gradients are averaged.
     """
     if optimizer._chain is not None and optimizer._chain() is not None:
         return True
