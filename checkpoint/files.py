@@ -5,9 +5,14 @@
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
-`save` adds three things: checksums, one error on all ranks, and a folder that gets its name when it is complete. `load`
-changes nothing before everything has been read and fits. The folders are DCP's: any program with torch's lines reads
-them, and `load` reads the folders of FSDP2 programs.
+`save` adds three things to these lines. It writes checksums, it turns an error on one rank into an error on all ranks,
+and the folder gets its name only when it is complete. `load` changes nothing before everything was read and fits. The
+folders have DCP's format, so a program with torch's lines can read them, and `load` can read what programs with FSDP2
+have written.
+
+Words of this file: an optimizer of a *stage* is one of this project's distributed optimizers, of which each rank has a
+part of the state. A `Chained` joins several of them. A *Saver* (ranks.py) has the process groups for messages between
+the ranks that save together. A checkpoint is flat: it has *keys*, such as "model.layer.weight", and a value for each.
 """
 
 import errno
@@ -51,10 +56,10 @@ from .ranks import (
 )
 from .storage import METADATA, SUMS, LoadPlanner, Reader, SavePlanner, Writer, packed, renamed
 
-# Entries of a parameter group that are saved, and that a load leaves as they are here. They say how this process
-# computes, or what this model calls its parameters.
+# Entries of a parameter group that `save` writes, and `load` doesn't use: the optimizer keeps the values that it has.
+# They say how this process computes, or what this model calls its parameters.
 KEPT_OPTIONS = {"fused", "foreach", "capturable", "differentiable", "param_names"}
-DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # a disk can't read its own content
+DISK_ERRORS = errno.EIO, errno.EUCLEAN, errno.EBADMSG  # errors of a disk that can't read its own content
 
 
 @torch.no_grad()
@@ -65,21 +70,24 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     With tensor parallelism all ranks of the mesh call this function.
 
     Args:
-        path: doesn't exist yet, and lies where all ranks can write. Until it exists, "….partial" is beside it.
-        model: of a parameter that several ranks have, the first rank's values are saved.
-        optimizer: a DistributedOptimizer of any stage, guard.chained.Chained, or a torch optimizer. Chained may have
-            experts of smaller process groups if each expert has a name of its own.
-        extra: anything more of this rank, such as random states: numbers, texts, bytes, tensors, dtypes, devices, and
-            dicts, lists, tuples and sets of these. Hyperparameters in parameter groups must be of these kinds, too.
-        asynchronous: copy everything to the CPU, wait for the previous save, and write while training goes on.
+        path: a path that doesn't exist yet, in a folder where all ranks can write. Until the checkpoint is complete,
+            a folder "….partial" is beside it.
+        model: if several ranks have a parameter, the values of the first of these ranks are saved.
+        optimizer: a DistributedOptimizer of any stage, guard.chained.Chained, or a torch optimizer. A Chained may have
+            optimizers of experts, with smaller process groups, if the parameters of each expert have names of their
+            own.
+        extra: anything else that this rank needs again, such as random states: numbers, texts, bytes, tensors, dtypes,
+            devices, and dicts, lists, tuples and sets of these. Hyperparameters must be of these kinds, too.
+        asynchronous: wait for the previous save, copy everything to the CPU, and write while training goes on.
 
-    Returns a Future: `.result()` waits, and raises the error of the save. Call it before destroy_process_group(). If
-    nobody calls it, the next save raises the error. An error is printed at once, too.
+    Returns a Future: `.result()` waits for the save to end, and raises its error. Call it before
+    destroy_process_group(). If nobody calls it, the next save raises the error. The error is also printed at once.
 
     Raises, on every rank:
         UnfitModel: `optimizer` is of another model, or two ranks have different parameters of one name.
-        CheckpointError: `path` exists or can't be written, a value couldn't be read again, an earlier save has failed.
-        RuntimeError: a rank doesn't come within the time-out of the process group, or ends while it writes.
+        CheckpointError: `path` exists or can't be written, or a value is of a kind that `load` couldn't read, or an
+            earlier asynchronous save has failed.
+        RuntimeError: a rank doesn't call `save` within the time-out of the process group, or ends while it writes.
     """
     path = Path(path).absolute()
     optimizer = unwrapped_optimizer(optimizer)
@@ -97,35 +105,42 @@ def save(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 def unwrapped_optimizer(optimizer):
-    """Return the stage's optimizer that a wrapper of accelerate, Lightning or Fabric holds; without one, `optimizer`.
+    """Return the stage's optimizer in `optimizer`, if this is a wrapper of accelerate, Lightning or Fabric.
 
-    The attribute `optimizer` of a wrapper is a stage's optimizer or another wrapper; a stage's is a torch optimizer.
+    Otherwise return `optimizer`.
+
+    A wrapper has an attribute `optimizer`: a stage's optimizer, or another wrapper. (A stage's optimizer has such an
+    attribute, too: a torch optimizer.)
     """
     inner = getattr(optimizer, "optimizer", None)
-    is_wrapper = hasattr(inner, "pieces") or hasattr(inner, "n_ranks")  # a stage's optimizer, or a Chained, is inside
+    # A stage's optimizer has the method `pieces`, and a Chained has the attribute `n_ranks`.
+    is_wrapper = hasattr(inner, "pieces") or hasattr(inner, "n_ranks")
     return unwrapped_optimizer(inner) if is_wrapper else optimizer
 
 
 def saver_for(optimizer) -> Saver:
-    """Return the Saver of all ranks that share the model, also over the meshes of DTensors. Collective.
+    """Return the Saver of all ranks that share the model. Collective.
 
-    The Saver has a process group for messages between these ranks, and the thread that writes asynchronous saves.
+    They are the ranks of the optimizer's process group and of the device meshes of DTensors. The Saver has a process
+    group for messages between these ranks, and the thread that writes asynchronous saves.
     """
     dtensors = [param for param in all_params(optimizer) if isinstance(param, DTensor)]
-    meshes = dict.fromkeys(param.device_mesh for param in dtensors)  # each mesh once, in one order on all ranks
+    meshes = dict.fromkeys(param.device_mesh for param in dtensors)  # each mesh once, in the same order on all ranks
     return saver_of(getattr(optimizer, "process_group", None), meshes)
 
 
 def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
-    """Return the state that this rank saves, with copies on the CPU if `is_copied`. Collective.
+    """Return what this rank saves: {"model": state_dict, "optimizer": state_dict, "extra": {rank: bytes}}. Collective.
 
-    Raises on every rank: the ranks don't save one model to one path, or a state can't be saved.
+    is_copied: whether the dict has copies of all tensors, on the CPU. Otherwise it has the program's tensors.
+
+    Raises an error on every rank if the ranks don't all save the same model to `path`, or if a state can't be saved.
     """
     error_prefix = f"checkpoint {path} can't be written"
     rank, _ = rank_and_size(group)
     with errors_on_all(error_prefix, group):
         state = torchs_state(model, optimizer)
-        state["extra"] = {str(rank): packed(extra)}
+        state["extra"] = {str(rank): packed(extra)}  # so the keys in the checkpoint are "extra.0", "extra.1" and so on
         if is_copied:
             state = tree_map_only(torch.Tensor, copy_on_cpu, state)
         facts = facts_to_agree_on(path, model, optimizer, state["model"])
@@ -137,12 +152,12 @@ def state_to_save(path, model, optimizer, extra, is_copied, group) -> dict:
 
 
 def torchs_state(model, optimizer, options=None) -> dict:
-    """Return the state_dicts of `model` and `optimizer`, as torch's get_state_dict() makes them.
+    """Return {"model": state_dict of `model`, "optimizer": state_dict of `optimizer`}, by torch's get_state_dict().
 
-    Raises UnfitModel: the optimizer has a parameter, or a state of anything else, that isn't the model's.
+    Raises UnfitModel: the optimizer has a parameter that isn't the model's, or a state of something else.
     """
     params_of_model = set(model.parameters())
-    for key in [*all_params(optimizer), *optimizer.state]:  # a state's key is a parameter, but may be anything
+    for key in [*all_params(optimizer), *optimizer.state]:  # a state has a parameter as its key, or anything else
         if key not in params_of_model:
             name = f"of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
             raise UnfitModel(f"the optimizer has a parameter or state {name:.60}, which isn't the model's: pass the "
@@ -150,28 +165,30 @@ def torchs_state(model, optimizer, options=None) -> dict:
     had_state = bool(optimizer.state)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     if not had_state:
-        optimizer.state.clear()  # get_state_dict() has stepped a plain torch optimizer, so that it has a state
+        # A plain torch optimizer had no state, so get_state_dict() has stepped it with gradients of zeros. Undo that.
+        optimizer.state.clear()
     return {"model": model_state, "optimizer": optimizer_state}
 
 
 def copy_on_cpu(tensor):
+    """Return a copy of `tensor` on the CPU, also if `tensor` is there already."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def facts_to_agree_on(path, model, optimizer, model_state) -> dict:
-    """Return name -> fact. Ranks that have the same name must have equal facts.
+    """Return a dict: name -> a fact about this save. If two ranks have facts of one name, these must be equal.
 
-    Facts are the path, the number of parameter groups, and the shape of each tensor of the model; for an expert's
-    parameter also the ranks that have this expert.
+    Facts are the path, the number of parameter groups, and, under the name of each tensor of the model, its shape. For
+    a parameter of an expert the fact also has the ranks that have this expert.
     """
     names = {param: name for name, param in model.named_parameters()}
-    ranks_of_expert = {}  # name of a parameter -> the ranks that have this expert
-    if hasattr(optimizer, "n_ranks"):  # a Chained, which has for each of its optimizers the number of ranks
+    ranks_of_expert = {}  # name of an expert's parameter -> the ranks that have this expert
+    if hasattr(optimizer, "n_ranks"):  # a Chained. `n_ranks`: for each of its optimizers the number of its ranks
         for member, n_ranks in zip(optimizer.optimizers, optimizer.n_ranks):
-            if n_ranks < max(optimizer.n_ranks):
+            if n_ranks < max(optimizer.n_ranks):  # an optimizer of experts, which some ranks don't have
                 ranks = dist.get_process_group_ranks(member.process_group)
                 for param in all_params(member):
-                    if not isinstance(param, DTensor):  # ranks in several groups have parts of one DTensor
+                    if not isinstance(param, DTensor):  # a DTensor has parts on ranks of several process groups
                         ranks_of_expert[names[param]] = ranks
     facts = {"the path": str(path), "the number of parameter groups": len(optimizer.param_groups)}
     for name, value in model_state.items():
@@ -182,7 +199,10 @@ def facts_to_agree_on(path, model, optimizer, model_state) -> dict:
 
 
 def refuse_different(facts_of_ranks):
-    """Raise UnfitModel if two ranks have different facts of one name. facts_of_ranks: the dict of each rank."""
+    """Raise UnfitModel if two ranks have different facts under one name.
+
+    facts_of_ranks: for each rank what its `facts_to_agree_on` has returned.
+    """
     first_ranks = {}  # name -> the first rank that has a fact of this name
     for rank, facts in enumerate(facts_of_ranks):
         for name, fact in facts.items():
@@ -196,10 +216,10 @@ def refuse_different(facts_of_ranks):
 
 def make_partial_folder(path, group) -> Path:
     """Return the folder that gets the name `path` when it is complete. The first rank makes it. Collective."""
-    token, *_ = all_gather(secrets.token_hex(4), group)  # the first rank's
+    token, *_ = all_gather(secrets.token_hex(4), group)  # a random text, the first rank's on all ranks
     partial = path.with_name(f"{path.name}.{token}.partial")
     with errors_on_all(f"checkpoint {path} can't be written", group):
-        if rank_and_size(group)[0] == 0:
+        if rank_and_size(group)[0] == 0:  # the first rank
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "it exists already")
             partial.mkdir(parents=True)
@@ -214,18 +234,23 @@ def write(path, partial, state, group):
         with errors_on_all(error_prefix, group):
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
         sums = {}
-        for sums_of_rank in all_gather(writer.fs.sums, group):  # of the files that each rank has written
+        # `writer.fs.sums` has the checksums of the files that this rank has written.
+        for sums_of_rank in all_gather(writer.fs.sums, group):
             sums.update(sums_of_rank)
         with errors_on_all(error_prefix, group):
-            if rank_and_size(group)[0] == 0:
+            if rank_and_size(group)[0] == 0:  # the first rank
                 finish(path, partial, sums)
-    except (CheckpointError, KeyboardInterrupt, SystemExit):  # no time-out: then other ranks may still be writing
+    # After these errors no rank writes any more. After a time-out, another error, other ranks may still be writing.
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def finish(path, partial, sums):
-    """Write the checksums, and rename the folder `partial` to `path`. sums: file name -> (size in bytes, CRC-32)."""
+    """Write the checksums into the folder `partial`, and rename it to `path`. The first rank calls this function.
+
+    sums: name of each file -> (size in bytes, CRC-32).
+    """
     for name in sums:
         if not (partial / name).is_file():
             raise FileNotFoundError(errno.ENOENT, f"{name} of another rank isn't here: all need the same folder")
@@ -233,7 +258,7 @@ def finish(path, partial, sums):
         json.dump(sums, file)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)  # an error if another program has written a folder `path` meanwhile
+    partial.rename(path)  # an error if a folder `path` with files exists now, which another program has made meanwhile
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -243,26 +268,28 @@ def finish(path, partial, sums):
 def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read a checkpoint into `model` and `optimizer`: each rank reads the parts that it needs. Collective.
 
-    Returns the `extra` that this rank has saved, with tensors on the CPU; on another number of ranks, that of rank 0. A
-    checkpoint that torch's own lines have written for FSDP2 is loaded, too; its `extra` is None.
+    Returns the `extra` that this rank has passed to `save`, with tensors on the CPU. If the number of ranks isn't what
+    it was then, every rank gets the `extra` of rank 0. A checkpoint that torch's own lines have written for FSDP2 is
+    loaded, too. It has no `extra`, so None is returned.
 
-    Everything is read before anything is changed. So for a moment each rank has the model and its state a second time,
-    on the CPU.
+    Everything is read before anything is changed. So for a moment each rank has its part of the model and of the state
+    a second time, on the CPU.
 
     Raises, on every rank, before anything is changed:
         DamagedCheckpoint: the checkpoint is damaged, or not complete, or the disk can't read it.
         ForeignCheckpoint: it is of another model or optimizer, or has keys that nothing here uses.
-        CheckpointError: anything else.
+        CheckpointError: there was any other error.
     """
     optimizer = unwrapped_optimizer(optimizer)
     saver = saver_for(optimizer)
     group = saver.group
-    # An error in a block below becomes a CheckpointError on all ranks, when the block ends.
+    # When a `with` block below ends, an error on any rank becomes a CheckpointError on all ranks. A new block begins
+    # where all ranks must have come so far without an error.
     failing_together = functools.partial(errors_on_all, f"checkpoint {path} can't be loaded", group,
                                          as_checkpoint_error)
-    wait([saver.last])  # an asynchronous save: the next save raises its error, if there is one
+    wait([saver.last])  # until the last asynchronous save has ended. If it has failed, the next save raises the error
     with failing_together():
-        reader = Reader(Path(path), *rank_and_size(group))
+        reader = Reader(Path(path), *rank_and_size(group))  # the second and third arguments: rank, number of ranks
     with failing_together():
         if len(set(all_gather(reader.checksum, group))) > 1:
             raise CheckpointError("the ranks read different checkpoints")
@@ -270,30 +297,32 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         own_state = torchs_state(model, optimizer, options)
         state = memory_for(own_state, reader.metadata, group)
         stored_keys = keys_in_checkpoint(state, reader.metadata)
-        reader.metadata = renamed(reader.metadata, stored_keys)  # as if the checkpoint had the keys of `state`
+        # DCP looks up the keys of `state`, so let the metadata have these keys in place of the checkpoint's.
+        reader.metadata = renamed(reader.metadata, stored_keys)
     with failing_together():
         planner = LoadPlanner(keys_without_use(model))
+        # This collective fills the tensors of `state`, and replaces other values in it.
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
         if not options.flatten_optimizer_state_dict:
             state["optimizer"]["param_groups"] = groups_to_load(state, own_state, optimizer)
     with failing_together():
-        if options.flatten_optimizer_state_dict:
+        if options.flatten_optimizer_state_dict:  # torch's function loads this form, too
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         else:
             optimizer.load_state_dict(state["optimizer"])
         set_model_state_dict(model, state["model"])
-    (extra,) = state.get("extra", {"": None}).values()
+    (extra,) = state.get("extra", {"": None}).values()  # the dict has a single entry, see memory_for()
     return extra
 
 
 def as_checkpoint_error(error):
-    """Return the subclass of CheckpointError that `error` means, with a text; or `error`, if it means none.
+    """Return an error of a subclass of CheckpointError if the cause of `error` is known. Otherwise return `error`.
 
-    A value that doesn't fit means a ForeignCheckpoint. A pickle or a disk that can't be read means a DamagedCheckpoint.
+    If a value doesn't fit, the checkpoint is foreign. If a pickle or a disk can't be read, the checkpoint is damaged.
     """
     if isinstance(error, (ValueError, KeyError)) and not isinstance(error, CheckpointError):
         return ForeignCheckpoint(f"it is of another model or optimizer: {error}")
-    if isinstance(error, pickle.UnpicklingError):  # torch's text would say how to run the code
+    if isinstance(error, pickle.UnpicklingError):  # without torch's text, which says how to run code in the pickle
         return DamagedCheckpoint("a tensor is damaged: it is no plain value")
     if getattr(error, "errno", None) in DISK_ERRORS:
         return DamagedCheckpoint(error.strerror)
@@ -301,41 +330,47 @@ def as_checkpoint_error(error):
 
 
 def is_flattened(metadata):
-    """Return whether the optimizer's state has torch's flattened form: one dict, whose keys name the parameters.
+    """Return whether the checkpoint has the optimizer's state in torch's *flattened* form.
 
-    Each parameter then has hyperparameters of its own, such as "param_groups.layer.weight.lr".
+    In this form the state is one dict without dicts in it, with keys such as "state.layer.weight.exp_avg". Each
+    parameter has hyperparameters of its own, such as "param_groups.layer.weight.lr".
+
+    metadata: DCP's description of the checkpoint.
     """
-    # Where a value was in nested dicts: ("optimizer", "state", name, "exp_avg"); flattened, ("optimizer", a long key).
+    # For each value its keys in the nested dicts that were saved, such as ("optimizer", "state", name, "exp_avg"). In
+    # the flattened form there are only two keys: ("optimizer", "state.layer.weight.exp_avg").
     places = (metadata.planner_data or {}).values()
     return any(place[0] == "optimizer" and len(place) == 2 for place in places)
 
 
 def memory_for(own_state, metadata, group) -> dict:
-    """Return a state_dict for DCP to fill, with memory on the CPU for each tensor of `own_state`.
+    """Return a dict for DCP to fill: like `own_state`, with memory on the CPU in place of each tensor.
 
-    Its parameter groups have the hyperparameters that the checkpoint has. It has an `extra` if the checkpoint has any.
+    Its parameter groups have the hyperparameters that the checkpoint has. If a rank has saved an `extra`, the dict has
+    an entry "extra".
     """
     stored = metadata.state_dict_metadata  # key -> DCP's description of the value
     state = tree_map_only(torch.Tensor, empty_on_cpu, own_state)
-    memory_of = {}  # where a tensor of the model lies -> its memory on the CPU: tied tensors get the same
+    # Where a tensor of the model lies -> its memory on the CPU, so that tied tensors get the same memory.
+    memory_of = {}
     for name, tensor in own_state["model"].items():
         if isinstance(tensor, torch.Tensor):
-            # Several elements of an expanded tensor lie in one place.
+            # In an expanded tensor a stride is 0, so several elements have the same memory.
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
                 raise UnfitModel(f"{name} is expanded, so nothing can be copied into it: make it contiguous()")
-            if tensor.data_ptr():  # 0: it has no elements, or no memory of its own
+            if tensor.data_ptr():  # it is 0 if the tensor has no elements, or no memory of its own
                 memory = state["model"][name]
                 place = tensor.data_ptr(), tensor.shape, tensor.stride()
                 state["model"][name] = memory_of.setdefault(place, memory)
     rank, n_ranks = rank_and_size(group)
     n_extras = len([key for key in stored if re.fullmatch(r"extra\.\d+", key)])
     if n_extras:
-        source = rank if n_extras == n_ranks else 0  # the rank whose `extra` is read
+        source = rank if n_extras == n_ranks else 0  # the rank whose `extra` this rank reads
         state["extra"] = {str(source): None}
     if is_flattened(metadata):
         for key in list(state["optimizer"]):
             if key.startswith("param_groups.") and f"optimizer.{key}" not in stored:
-                del state["optimizer"][key]
+                del state["optimizer"][key]  # a hyperparameter that the checkpoint doesn't have
     else:
         numbers = range(len(own_state["optimizer"]["param_groups"]))
         state["optimizer"]["param_groups"] = [options_to_read(number, stored) for number in numbers]
@@ -343,13 +378,14 @@ def memory_for(own_state, metadata, group) -> dict:
 
 
 def empty_on_cpu(tensor):
-    """Return memory for a tensor on the CPU; for a DTensor on its own device."""
+    """Return uninitialized memory for `tensor` on the CPU. The memory for a DTensor is on the DTensor's device."""
     return torch.empty_like(tensor, device=tensor.device if isinstance(tensor, DTensor) else "cpu")
 
 
 def options_to_read(number, stored) -> dict:
-    """Return a dict for DCP to fill with the hyperparameters of group `number`: memory for tensors, None for others.
+    """Return a dict for DCP to fill with the hyperparameters of group `number`.
 
+    It has memory for each tensor, and None for each hyperparameter of another kind.
     stored: key in the checkpoint -> DCP's description of the value.
     """
     prefix = f"optimizer.param_groups.{number}."
@@ -361,32 +397,37 @@ def options_to_read(number, stored) -> dict:
             if isinstance(description, TensorStorageMetadata):
                 options[name] = torch.empty(description.size, dtype=description.properties.dtype)
     if "params" not in options:
-        first_words = dict.fromkeys(key.partition(".")[0] for key in stored)  # each once
+        first_words = dict.fromkeys(key.partition(".")[0] for key in stored)  # each word once, in order
         raise ForeignCheckpoint(f"it has {number} parameter groups under optimizer, and more are here: its keys begin "
                                 f"with {', '.join(first_words)}")
     return options
 
 
 def keys_in_checkpoint(state, metadata) -> dict[str, str]:
-    """Return key of `state` -> key in the checkpoint, for the model and for main parameters.
+    """Return a dict: key of `state` -> key in the checkpoint, for the model's tensors and for main parameters.
 
-    A main parameter is the fp32 tensor that an optimizer steps in place of a 16-bit parameter of the model.
-    torchtitan has the names of the model beside "optimizer", and not under "model". If only the optimizer has main
-    parameters, they are read from the checkpoint's model. If only the checkpoint has them, the model is read from them.
-    A model of another dtype is also read from the main parameters, so that it is rounded once.
+    A main parameter is the fp32 tensor that an optimizer steps in place of a 16-bit parameter of the model. If only the
+    optimizer here has main parameters, they are read from the model in the checkpoint. If only the checkpoint has main
+    parameters, the model is read from them. The model is also read from them if it had another dtype, so that values
+    are rounded only once, from fp32 to the dtype here.
+
+    Checkpoints of torchtitan have the tensors of the model beside "optimizer", and not under "model".
     """
     stored = metadata.state_dict_metadata
-    own_keys, _ = flatten_state_dict(state)
+    own_keys, _ = flatten_state_dict(state)  # a flat dict; only its keys are used
+    # Whether names of the model are keys themselves, as in torchtitan.
     is_at_the_top = any(name in stored and f"model.{name}" not in stored for name in state["model"])
     stored_keys = {}
-    main_key_of = {}  # id of a parameter's memory, which tied parameters share -> key of the main parameter
+    # id of a parameter's memory -> key of the main parameter from which it is read. Tied parameters share one memory.
+    main_key_of = {}
     for name, memory in state["model"].items():
         model_key = name if is_at_the_top else f"model.{name}"
         main_key = f"optimizer.state.{name}.main_param"
-        if main_key in own_keys:
+        has_main_param = main_key in own_keys  # whether the optimizer here has a main parameter of this parameter
+        if has_main_param:
             stored_keys[main_key] = main_key if main_key in stored else model_key
+        # Is the model's parameter read from the main parameter in the checkpoint? See above.
         if main_key in stored:
-            has_main_param = main_key in own_keys
             if not has_main_param or stored[model_key].properties.dtype != memory.dtype:
                 main_key_of[id(memory)] = main_key
         stored_keys[f"model.{name}"] = main_key_of.get(id(memory), model_key)
@@ -394,16 +435,20 @@ def keys_in_checkpoint(state, metadata) -> dict[str, str]:
 
 
 def keys_without_use(model):
-    """Return the beginnings of keys that a checkpoint may have although `load` doesn't use them."""
+    """Return the beginnings of keys that a checkpoint may have although `load` doesn't use them.
+
+    They are the state of parameters that are frozen here, the `extra` of other ranks, and what version 0.3 wrote.
+    """
     frozen = [f"optimizer.state.{name}." for name, param in model.named_parameters() if not param.requires_grad]
-    return "about", "extra.", *frozen  # version 0.3 wrote "about"
+    return "about", "extra.", *frozen  # "about" is of version 0.3
 
 
 def groups_to_load(state, own_state, optimizer) -> list[dict]:
-    """Return the parameter groups of the checkpoint, with the names of parameters and the KEPT_OPTIONS from here.
+    """Return the parameter groups of the checkpoint, with the names of parameters and the KEPT_OPTIONS of `optimizer`.
 
-    state: filled from the checkpoint. own_state: this optimizer's.
-    Raises ForeignCheckpoint: a parameter was in another group.
+    state: the dict that was filled from the checkpoint.
+    own_state: the state_dicts of the model and of `optimizer`, as they are now.
+    Raises ForeignCheckpoint: when it was saved, a parameter was in another group than now.
     """
     saved_groups = state["optimizer"]["param_groups"]
     saved_number_of = {}  # name of a parameter -> number of the group that it was in
@@ -421,16 +466,16 @@ def groups_to_load(state, own_state, optimizer) -> list[dict]:
 
 
 def with_own_options(saved_group, own_group):
-    """Return the parameter group `saved_group`, but with the KEPT_OPTIONS of `own_group` in place of its own."""
+    """Return a copy of `saved_group`, a parameter group, with the KEPT_OPTIONS of `own_group` in place of its own."""
     options = {key: value for key, value in saved_group.items() if key not in KEPT_OPTIONS}
     own_options = {key: value for key, value in own_group.items() if key in KEPT_OPTIONS}
     return {**options, **own_options}
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the complete checkpoint in `folder` with the highest number at the end of its name; None if there is none.
+    """Return the path of the complete checkpoint in `folder` whose name ends in the highest number.
 
-    A checkpoint without such a number, such as "best", doesn't count.
+    A checkpoint whose name doesn't end in a number, such as "best", doesn't count. None: there is no such checkpoint.
     """
     complete = {}  # (number, name) -> path of the checkpoint
     for metadata_path in Path(folder).glob(f"*/{METADATA}"):

@@ -1,7 +1,11 @@
 """Adds to torch.distributed.checkpoint (DCP) checksums, checks of a checkpoint's content, and safe unpickling.
 
-DCP's `.metadata` is a pickle, and so is each value that is no tensor. Here `.metadata` can only make objects of DCP's
-own classes, and torch.load(weights_only=True) reads the values.
+DCP saves a checkpoint as a folder. A file `.metadata` in it describes the checkpoint: each value has a *key*, such as
+"model.layer.weight", and a tensor is stored as one or more *boxes*, rectangular parts. The other files have the content
+of the values. A *planner* of DCP decides which rank writes or reads what.
+
+`.metadata` is a pickle, and so is each value that is no tensor. A pickle may run any code when it is read. So here
+`.metadata` can only make objects of DCP's own classes, and torch.load(weights_only=True) reads the values.
 """
 
 import contextlib
@@ -29,10 +33,11 @@ from guard.groups import as_python
 from .ranks import DamagedCheckpoint, ForeignCheckpoint
 
 METADATA = ".metadata"
-SUMS = "checksums.json"  # name of a file -> [size in bytes, CRC-32]
-CHUNK = 2**20  # a file is read in pieces of so many bytes
+SUMS = "checksums.json"  # name of the file that has, for each other file: name -> [size in bytes, CRC-32]
+CHUNK = 2**20  # a file is read in pieces of this number of bytes
 DTYPES = {name for name, value in vars(torch).items() if type(value) is torch.dtype}
-# What a `.metadata` may name: module -> names in it. No name has a dot, so none leads to an attribute of an object.
+# The classes and functions that a `.metadata` may name: module -> names. There are no names with a dot, because such a
+# name could lead to an attribute of an object, and so to other functions.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
@@ -49,20 +54,23 @@ ALLOWED = {
 
 
 class Packed(bytes):
-    """A value that torch.save has turned into bytes: DCP writes these bytes, and doesn't take the value apart."""
+    """The bytes into which torch.save has turned a value.
+
+    DCP would save a dict or a list item by item. It writes a Packed as a single value.
+    """
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's own planner, which also refuses values that `load` couldn't read again.
+    """DCP's own planner, which also refuses values that `load` of files.py couldn't read again.
 
-    If several ranks have a value, the lowest rank writes it.
+    If several ranks have a value under the same key, the lowest of these ranks writes it.
     """
 
     def __init__(self):
         super().__init__(dedup_save_to_lowest_rank=True)
 
     def transform_object(self, write_item, value):
-        """Return what is written: a BytesIO, or a tensor as it is. DCP calls this method for each value."""
+        """Return what DCP writes for `value`: a BytesIO, or a tensor as it is. DCP calls this method for each value."""
         if isinstance(value, Packed):
             written = io.BytesIO(value)
         else:
@@ -72,7 +80,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
                 unpickled(io.BytesIO(written.getvalue()))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                # Two messages of torch's unpickler name the class that it refuses.
+                # If torch's unpickler refuses a class, its message has one of these two forms, and so one of the two
+                # groups of the pattern has the name of the class.
                 refused = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
                 if refused:
                     reason = f"it holds {refused[1] or refused[2]}"
@@ -81,10 +90,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class SummedFile(io.BufferedWriter):
-    """A file that adds up what is written into it."""
+    """A file that computes the size and the checksum of what is written into it."""
 
-    n_bytes = 0  # size of what was written
-    crc = 0  # CRC-32 of what was written
+    n_bytes = 0  # number of bytes that were written so far
+    crc = 0  # CRC-32 of these bytes
     error = None  # the error of the disk, if there was one
 
     def write(self, content):
@@ -92,8 +101,8 @@ class SummedFile(io.BufferedWriter):
         self.n_bytes += memoryview(content).nbytes
         try:
             return super().write(content)
-        except OSError as error:  # torch.save would replace this error by its own
-            self.error = error
+        except OSError as error:
+            self.error = error  # noted here, because torch.save replaces this error by an error of its own
             raise
 
 
@@ -105,7 +114,7 @@ class SummingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path, mode):
-        """Open a file. Note its size and checksum when it is complete, or raise the error of the disk."""
+        """Open a file to write. When it is complete, note its size and checksum. Raise an error of the disk."""
         with SummedFile(io.FileIO(path, mode)) as stream:
             try:
                 yield stream
@@ -121,105 +130,125 @@ class SummingFileSystem(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one file per rank, flushed to the disk. With several threads, DCP wouldn't report that a disk is full."""
+    """Writes one file per rank, and flushes it to the disk. DCP reports a full disk only if it writes in one thread."""
 
     def __init__(self, folder):
         super().__init__(folder, sync_files=True, thread_count=1, overwrite=False)
-        self.fs = SummingFileSystem()
+        self.fs = SummingFileSystem()  # DCP's attribute, which files.py reads, too
 
     def storage_meta(self):
-        return StorageMeta()  # without the name of the folder, which changes when the checkpoint is complete
+        """Return what DCP writes into `.metadata` about the folder: nothing, as it gets another name when complete."""
+        return StorageMeta()
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a folder after checking that its files are unchanged, and that its metadata has only DCP's objects."""
+    """Reads a folder. Before that the constructor checks that the files are unchanged, and reads `.metadata` safely.
+
+    Raises DamagedCheckpoint: see checksum_of_folder() and opened().
+    """
 
     def __init__(self, folder, rank, n_ranks):
         super().__init__(folder)
-        self.checksum = checksum_of_folder(folder, rank, n_ranks)  # for the ranks to compare
+        self.checksum = checksum_of_folder(folder, rank, n_ranks)  # the ranks compare it
         with opened(folder / METADATA) as file:
             self.metadata = MetadataUnpickler(file).load()
             check_boxes(self.metadata)
 
     def read_metadata(self, *args, **kwargs):
-        """Return the metadata that the constructor has read. DCP would unpickle the file without a check."""
+        """Return the metadata that the constructor has read. DCP calls this; its own method would unpickle any object.
+        """
         return self.metadata
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's own planner, which also refuses missing keys and unused keys, and runs no code of a pickle.
 
-    DCP calls create_local_plan() on every rank, and create_global_plan() with the plans of all ranks on one rank.
+    DCP calls create_local_plan() on every rank, then create_global_plan() on one rank with the plans of all ranks, and
+    then, on every rank, load_bytes() for each value that is no tensor. DCP sets the attributes `metadata`,
+    `state_dict` (the flat dict to fill), `original_state_dict` (the same with nested dicts) and `mappings` (key -> its
+    keys in the nested dicts).
     """
 
     def __init__(self, may_be_unused):
         super().__init__()
-        self.may_be_unused = tuple(may_be_unused)  # beginnings of keys: an unused key of these is a warning, no error
+        # Beginnings of keys. If an unused key begins so, it is a warning and no error.
+        self.may_be_unused = tuple(may_be_unused)
 
     def create_local_plan(self):
+        """Return the plan of what this rank reads. Raise ForeignCheckpoint if the checkpoint doesn't have all of it."""
         stored = self.metadata.state_dict_metadata  # key -> description of the value
         for key, value in self.state_dict.items():
             is_tensor = isinstance(value, torch.Tensor)
+            # Refuse if the key is missing, or if either the checkpoint or the state_dict has a tensor, and not both.
             if key not in stored or isinstance(stored[key], TensorStorageMetadata) != is_tensor:
                 raise ForeignCheckpoint(f"it is of another model or optimizer: it has no {key}")
-        keys_used_here = list(self.state_dict)  # a plan has room for data of its planner
+        keys_used_here = list(self.state_dict)  # create_global_plan() reads them from the plan, which has room for data
         return dataclasses.replace(super().create_local_plan(), planner_data=keys_used_here)
 
     def create_global_plan(self, plans):
+        """Return the plans of all ranks. Raise ForeignCheckpoint if no rank uses some key of the checkpoint."""
         used = {key for plan in plans for key in plan.planner_data}
         for key in self.metadata.state_dict_metadata.keys() - used:
             if not key.startswith(self.may_be_unused):
                 raise ForeignCheckpoint(f"it has {key}, which this model and optimizer don't have")
-            if not re.fullmatch(r"about|extra\.\d+", key):  # a key of version 0.3, and the `extra` of other ranks
+            # No warning about a key of version 0.3, and about "extra", the values that other ranks have saved for
+            # themselves.
+            if not re.fullmatch(r"about|extra\.\d+", key):
                 warnings.warn(f"{key} of the checkpoint isn't loaded", stacklevel=2)
         return super().create_global_plan(plans)
 
     def load_bytes(self, read_item, stream):
         """Put a value that is no tensor into the state_dict, as DCP's planner does, but by a safe unpickler."""
-        key = read_item.dest_index.fqn
-        place = self.mappings[key]  # its keys in the nested dicts
+        key = read_item.dest_index.fqn  # DCP's "fully qualified name"
+        place = self.mappings[key]  # the keys in the nested dicts
         try:
             set_element(self.original_state_dict, place, unpickled(stream))
-        except pickle.UnpicklingError:  # torch's text would say how to run the code
+        except pickle.UnpicklingError:  # without torch's text, which says how to run code in the pickle
             raise DamagedCheckpoint(f"{key} is damaged: it is no plain value") from None
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes DCP's own objects, and nothing else."""
+    """Reads a pickle of DCP's own objects, and refuses anything else."""
 
     def find_class(self, module, name):
+        """Return the class or function `name` if it is ALLOWED. pickle calls this for each name in the pickle."""
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which isn't DCP's")
         return super().find_class(module, name)
 
 
 def check_boxes(metadata):
-    """Raise ValueError unless the stored boxes of each tensor cover each element of the tensor once."""
+    """Raise ValueError unless the stored boxes of each tensor cover each element of the tensor exactly once."""
     for key, stored in metadata.state_dict_metadata.items():
         is_scalar = isinstance(stored, TensorStorageMetadata) and not stored.size
-        if is_scalar:  # DCP's check below leaves out scalars
+        if is_scalar:  # DCP's check, below, doesn't look at scalars. In DCP's words a box is a "chunk"
             require(len(stored.chunks) == 1, f"{key!r:.60} has no value")
-    several_plans = [None, None]  # DCP counts the plans without reading them: with a single plan it accepts gaps
-    problems = _validate_global_plan(several_plans, metadata)  # a list of texts; in torch 2.11 True if all is right
+    # The first argument is a list of plans, which DCP's check only counts, so two times None will do. With one plan it
+    # would accept gaps. It returns a list of texts; torch 2.11 returns True if there are no problems.
+    problems = _validate_global_plan([None, None], metadata)
     require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
 
 
 def renamed(metadata, stored_keys) -> dcp.Metadata:
-    """Return metadata with other keys. `stored_keys`: new key -> key in the checkpoint. All other keys stay."""
+    """Return a copy of `metadata` with other keys, so that DCP finds a value of the checkpoint under a new key.
+
+    stored_keys: new key -> key in the checkpoint. Several new keys may have the same value. All other keys stay.
+    """
     new_keys = defaultdict(list)  # key in the checkpoint -> the new keys under which it is read
     for key, stored_key in stored_keys.items():
         new_keys[stored_key].append(key)
-    # Keys that are neither renamed nor replaced by a key of the same name stay.
+    # All other keys stay: those that get no new key, and that are not themselves the new key of another value.
     for key in metadata.state_dict_metadata.keys() - new_keys.keys() - stored_keys.keys():
         new_keys[key].append(key)
     descriptions = {}  # new key -> description of the value
     for stored_key, description in metadata.state_dict_metadata.items():
         for key in new_keys[stored_key]:
             descriptions[key] = description
-    places = {}  # index, which is a key and the offsets of a box -> file, and position in it
+    # Index of a box, which is a key (`fqn`) and the offsets of the box -> the file, and the position in the file.
+    places = {}
     for index, place in metadata.storage_data.items():
         for key in new_keys[index.fqn]:
             places[dataclasses.replace(index, fqn=key)] = place
@@ -228,15 +257,19 @@ def renamed(metadata, stored_keys) -> dcp.Metadata:
 
 @contextlib.contextmanager
 def opened(path):
-    """Open a file of a checkpoint. An error in its content becomes a DamagedCheckpoint, which names the file."""
+    """Open a file of a checkpoint, to read. An error in the `with` block becomes a DamagedCheckpoint of this file.
+
+    The error of a disk stays as it is, because it says nothing about the content.
+    """
     try:
-        require(path.is_file(), "it is missing, or no regular file")  # opening a FIFO would wait
+        require(path.is_file(), "it is missing, or no regular file")  # to open a FIFO, for example, would wait
         with open(path, "rb") as file:
             yield file
-    except OSError:  # of the disk, which says nothing about the content
+    except OSError:
         raise
     except Exception as error:
-        has_text = isinstance(error, (ValueError, pickle.UnpicklingError))  # a text that says what is wrong
+        # The text of these two errors says what is wrong. The text of other errors is about the program.
+        has_text = isinstance(error, (ValueError, pickle.UnpicklingError))
         reason = str(error) if has_text else type(error).__name__
         raise DamagedCheckpoint(f"{path.name} is damaged: {reason}") from None
 
@@ -248,9 +281,10 @@ def require(condition, message):
 
 
 def checksum_of_folder(folder, rank, n_ranks) -> int:
-    """Return a checksum by which ranks know whether they read the same folder.
+    """Check the files of a checkpoint. Return a checksum that is equal on two ranks if they read the same folder.
 
-    Each rank compares the sizes of all files, and the checksums of its share of the files, with those in the folder.
+    A file of the folder, SUMS, has the sizes and checksums of the other files when they were written. Each of the
+    `n_ranks` ranks compares the sizes of all files, and the checksums of a part of the files, with what they are now.
 
     Raises DamagedCheckpoint: a file is missing, or has changed since it was written.
     """
@@ -258,12 +292,12 @@ def checksum_of_folder(folder, rank, n_ranks) -> int:
         raise DamagedCheckpoint("there is no such folder")
     if not (folder / METADATA).exists():
         raise DamagedCheckpoint(f"it is not complete: {METADATA} is missing")
-    if not (folder / SUMS).exists():  # another program has written it
+    if not (folder / SUMS).exists():  # another program has written the checkpoint, without checksums
         with opened(folder / METADATA) as file:
             return checksum_of(file)
     with opened(folder / SUMS) as file:
         checksum = checksum_of(file)
-        file.seek(0)
+        file.seek(0)  # read the file once more, from its start
         sums = {name: (int(n_bytes), int(crc)) for name, (n_bytes, crc) in json.load(file).items()}
     for number, name in enumerate(sorted(sums)):
         n_bytes, crc = sums[name]
@@ -278,7 +312,7 @@ def checksum_of_folder(folder, rank, n_ranks) -> int:
 
 
 def checksum_of(file):
-    """Return the CRC-32 of the rest of a file."""
+    """Return the CRC-32 of the rest of an open file."""
     crc = 0
     while content := file.read(CHUNK):
         crc = zlib.crc32(content, crc)
@@ -289,18 +323,18 @@ def checksum_of(file):
 
 
 def packed(value) -> Packed:
-    """Return `value` as torch.save writes it, with copies of its tensors on the CPU."""
+    """Return the bytes into which torch.save turns `value`, with copies on the CPU of all tensors in `value`."""
     buffer = io.BytesIO()
     torch.save(tree_map(as_saved, value), buffer)
     return Packed(buffer.getvalue())
 
 
 def as_saved(value):
-    """Return a copy of a tensor on the CPU, or a NumPy number as a Python number; any other value unchanged."""
+    """Return a copy of a tensor on the CPU, a NumPy number as a Python number, and any other value unchanged."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else as_python(value)
 
 
 def unpickled(stream):
-    """Return a value that torch.save has written, without running code in it."""
+    """Return the value that torch.save has written into `stream`. Run no code of the pickle, whatever it says."""
     with torch.serialization.safe_globals([frozenset]):
         return torch.load(stream, map_location="cpu", weights_only=True)

@@ -1,9 +1,14 @@
-"""Gives torch's checkpoint functions a tensor of which this rank has only a range of flat elements.
+"""Makes a tensor of which this rank has only a part look like a whole tensor to torch's checkpoint functions.
 
-Situation: a program saves and loads with `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as for FSDP2,
-on any number of ranks. torch's DTensor is cut by rows; the shards of stages 3 and 4 ignore rows. So FlatShard has the
-three methods by which torch.distributed.checkpoint (DCP) saves and loads tensor subclasses. Shown by
-tests/checkpoint/test_torch.py. Source of the protocol: torch.distributed._checkpointable.
+Situation: a program saves and loads an optimizer with torch's `get_state_dict`, `dcp.save`, `dcp.load` and
+`set_state_dict`, as programs with FSDP2 do, on any number of ranks. In stages 3 and 4 of this project a rank has a
+range of the flat elements of a tensor, which may begin in the middle of a row. torch's DTensor can't describe such a
+range, because it is cut between rows. So the class FlatShard has the three methods by which
+torch.distributed.checkpoint (DCP) saves and loads tensor subclasses.
+
+DCP reads and writes *boxes*: rectangular parts of a tensor, each with offsets and a shape. A range of flat elements
+consists of several boxes, which `boxes_of` computes. Shown by tests/checkpoint/test_torch.py. Source of the protocol:
+torch.distributed._checkpointable.
 """
 
 import math
@@ -13,23 +18,26 @@ import torch.distributed.checkpoint as dcp
 
 
 class FlatShard(torch.Tensor):
-    """The flat elements `start` to `stop` of a box of a larger tensor. It has the shape and dtype of that whole tensor.
+    """A part of a *whole* tensor: the flat elements `start` to `stop` (excluded) of one box of the whole.
+
+    Its shape and dtype are those of the whole tensor. A FlatShard may have no elements (start == stop).
 
     Attributes:
         local: (stop - start,): the elements on this rank.
         start, stop: the range of these elements in the flattened box.
-        offsets, sizes: where the box begins in the whole, and the shape of the box. The box is the local part of a
-            DTensor; of any other tensor it is the whole.
-        is_replica: whether another rank has the same box and writes it, so that this rank doesn't: DCP refuses boxes
-            that overlap.
-        was_broadcast: whether torch has broadcast this FlatShard. It has sent zeros then, and load_state_dict() refuses
-            it.
-        gather: collective function: a value of this rank -> the values of all ranks that have a part of the whole. None
-            after unpickling.
+        offsets, sizes: where the box begins in the whole, and the shape of the box. If the whole is a DTensor, the box
+            is the local part of this rank. Otherwise the box is the whole.
+        is_replica: whether another rank has the same box and writes it. Then this rank doesn't write it, because DCP
+            refuses boxes that overlap.
+        was_broadcast: whether torch has called broadcast() with this FlatShard. The ranks have then received zeros, and
+            load_state_dict() refuses the FlatShard.
+        gather: collective function: a value of this rank -> list of the values of all ranks that have a part of the
+            whole. None if this FlatShard was unpickled, since a function can't be pickled.
     """
 
     @staticmethod
     def __new__(cls, shape, start, stop, local, offsets=None, sizes=None, is_replica=False, gather=None):
+        # A tensor of this shape without memory for its elements.
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         self.local = local
         self.start = start
@@ -43,16 +51,19 @@ class FlatShard(torch.Tensor):
 
     @property
     def place(self):
-        """Return a key that is equal for FlatShards of the same elements of a whole of the same shape."""
+        """Return a tuple that two FlatShards have in common if they are the same elements of wholes of one shape."""
         return tuple(self.shape), self.offsets, self.sizes, self.start, self.stop
 
     def with_local(self, local):
-        """Return a FlatShard of the same place with other values."""
+        """Return a FlatShard of the same elements of the whole, with the values `local`."""
         return FlatShard(self.shape, self.start, self.stop, local, self.offsets, self.sizes, self.is_replica,
                          self.gather)
 
     def boxes(self):
-        """Yield each smaller box of which the range consists: (offsets in the whole, elements in the box's shape)."""
+        """Yield (offsets in the whole, elements) of each of the smaller boxes of which this range of elements consists.
+
+        The elements have the shape of the smaller box.
+        """
         smaller_boxes = boxes_of(self.sizes, self.start, self.stop)
         parts = self.local.split([math.prod(sizes) for _, sizes in smaller_boxes])
         for (offsets_in_box, sizes), part in zip(smaller_boxes, parts):
@@ -60,11 +71,11 @@ class FlatShard(torch.Tensor):
             yield offsets, part.view(sizes)
 
     def full_tensor(self):
-        """Return the whole tensor, as DTensor.full_tensor() does. Collective over the ranks that have parts."""
+        """Return the whole tensor, as DTensor.full_tensor() does. Collective over all ranks that have a part of it."""
         if self.gather is None:
             raise RuntimeError("full_tensor() needs the ranks of the optimizer: this FlatShard was read from a file")
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for shard in self.gather(self.with_local(self.local.cpu())):
+        for shard in self.gather(self.with_local(self.local.cpu())):  # on the CPU, because it is sent pickled
             shard.copy_into(whole)
         return whole
 
@@ -74,14 +85,17 @@ class FlatShard(torch.Tensor):
             place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape))
             whole[place] = part
 
-    # DCP calls the next three methods.
+    # DCP calls the next three methods. In DCP's words a box is a "chunk" or a "tensor shard".
 
     def __create_chunk_list__(self):
         """Tell DCP which boxes to read."""
         return [dcp.metadata.ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.boxes()]
 
     def __create_write_items__(self, fqn, _):
-        """Tell DCP which boxes to write. fqn: key of this tensor in the state_dict."""
+        """Tell DCP which boxes to write. fqn ("fully qualified name"): key of this tensor in the state_dict.
+
+        The last argument is this tensor, once more.
+        """
         chunks = [] if self.is_replica else self.__create_chunk_list__()
         items = []
         for chunk in chunks:
@@ -92,38 +106,40 @@ class FlatShard(torch.Tensor):
         return items
 
     def __get_tensor_shard__(self, index):
-        """Return the elements of the box `index`, a view: DCP reads from it, or writes into it."""
+        """Return a view of the elements of the box that begins at `index.offset`. DCP reads it, or writes into it."""
         return next(part for offsets, part in self.boxes() if offsets == index.offset)
 
     def __reduce_ex__(self, protocol):
-        # A clone, because pickle would write the whole storage of a view. `gather` is left out: it can't be pickled.
+        # Pickle the arguments of the constructor, without `gather`, which can't be pickled. `local` is cloned, because
+        # pickle would write the whole storage of a view.
         arguments = self.start, self.stop, self.local.clone(), self.offsets, self.sizes, self.is_replica
         return FlatShard, (tuple(self.shape), *arguments)
 
     def __deepcopy__(self, memo):
-        return self.clone()
+        return self.clone()  # by __torch_dispatch__ below: a FlatShard with a clone of `local`
 
     def __repr__(self):
         return f"FlatShard(elements {self.start} to {self.stop} of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        """Copy or convert the elements of this rank, or make an empty FlatShard. Any other function is an error.
+        """Run `function` on the elements of this rank, if it copies or converts. Any other function is an error.
 
-        torch calls this method in place of each function of which an argument is a FlatShard.
+        torch calls this method in place of each of its functions that gets a FlatShard as an argument.
         """
         name = function._schema.name
         shard = args[0]
-        # With full_state_dict=True torch's get_state_dict() gathers DTensors, and broadcasts all other tensors.
+        # With full_state_dict=True torch's get_state_dict() gathers DTensors, and broadcasts tensors of other classes.
         if name == "c10d::broadcast_":
-            (shard,) = args[0]  # a list of tensors
-            shard.was_broadcast = True  # load_state_dict() refuses it; an error here would let other ranks wait
+            (shard,) = args[0]  # the first argument of a broadcast is a list of tensors
+            # An error here would let the other ranks wait. So zeros are sent, and load_state_dict() refuses them.
+            shard.was_broadcast = True
             whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
             return function([whole], *args[1:], **(kwargs or {}))
         if name == "aten::copy_" and isinstance(args[1], FlatShard) and shard.place == args[1].place:
             shard.local.copy_(args[1].local)
             return shard
-        if name == "aten::new_empty":  # DCP's stager makes an empty tensor, and then copies the attributes
+        if name == "aten::new_empty":  # DCP's stager makes an empty tensor, and then copies all attributes into it
             return FlatShard(shard.shape, 0, 0, shard.local.new_empty(0, **(kwargs or {})))
         if name in ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like"):
             return shard.with_local(function(shard.local, *args[1:], **(kwargs or {})))
@@ -131,10 +147,11 @@ class FlatShard(torch.Tensor):
 
 
 def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
-    """Return (offsets, sizes) of the boxes that flat elements `start` to `stop` of a tensor of this shape consist of.
+    """Return [(offsets, sizes), …]: the boxes of which flat elements `start` to `stop` (excluded) of a tensor consist.
 
-    The boxes come in the order of the elements. Elements 2 to 9 of a (3, 4) tensor are three boxes: the end of row 0,
-    row 1, and the begin of row 2. In more dimensions the end of a row consists of several boxes, too.
+    The boxes come in the order of the elements. For example, elements 2 to 9 of a tensor of shape (3, 4) are three
+    boxes (a, b, c): the end of row 0, row 1, and the beginning of row 2. In a tensor of more dimensions a "row" has a
+    shape of its own, and the end of a row consists of several boxes, too.
 
         . . a a
         b b b b
@@ -146,16 +163,16 @@ def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
     row_numel = math.prod(row_shape)
     boxes: list[tuple[tuple, tuple]] = []
     while start < stop:
-        row, begin = divmod(start, row_numel)
-        n_rows = (stop - start) // row_numel
-        if begin == 0 and n_rows:  # whole rows
+        row, begin = divmod(start, row_numel)  # `begin` counts the elements of this row before `start`
+        n_rows = (stop - start) // row_numel  # so many whole rows have as many elements as are left, or fewer
+        if begin == 0 and n_rows:  # a box of whole rows, which begins at 0 in all other dimensions
             boxes.append(((row, *[0] * len(row_shape)), (n_rows, *row_shape)))
             start += n_rows * row_numel
         else:
-            end = min(begin + stop - start, row_numel)
+            end = min(begin + stop - start, row_numel)  # the range ends there in this row
             boxes += [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(row_shape, begin, end)]
             start += end - begin
     return boxes
 
 
-torch.serialization.add_safe_globals([FlatShard])  # torch.load(weights_only=True) reads it
+torch.serialization.add_safe_globals([FlatShard])  # so that torch.load(weights_only=True) may unpickle a FlatShard

@@ -1,4 +1,10 @@
-"""Keeps parameter groups equal: our groups, the inner optimizer's groups, and the groups of the other ranks.
+"""Keeps parameter groups equal: those of a distributed optimizer, of its inner optimizer, and of the other ranks.
+
+A *parameter group* is torch's dict of parameters and their hyperparameters. A distributed optimizer has groups of all
+parameters of the model. The *inner optimizer* is the torch optimizer, AdamW for example, that updates this rank's part.
+It has as many groups, which have main parameters in place of parameters. A *main parameter* is a tensor that the inner
+optimizer steps: in stages 1 and 2 of this project a parameter of the model, in stages 3 and 4 a flat piece of a
+parameter, in fp32 if the parameter has 16 bits.
 
 Situation: a program has an optimizer class of its own, which reads attributes of parameters, writes into its groups, or
 replaces the tensors that it steps. Shown by tests/stages/test_own_classes.py,
@@ -6,8 +12,9 @@ replaces the tensors that it steps. Shown by tests/stages/test_own_classes.py,
 
 Situation: a scheduler sets the lr from the loss of one rank (ReduceLROnPlateau). Ranks with different settings would
 silently mix two trainings. So the ranks compare their groups whenever they communicate anyway: in the constructor, in
-`add_param_group`, before a full state or a save, and in stage 4, as a checksum, before each step. A value that the
-inner optimizer writes into its groups is compared in the following step. Shown by tests/stages/test_users.py,
+`add_param_group`, before the state of all ranks is gathered into one dict or saved in files, and in stage 4, as a
+checksum, before each step. If the inner optimizer writes a value into its groups, the ranks compare this value in the
+following step. Shown by tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
@@ -21,12 +28,16 @@ import torch.distributed as dist
 
 
 def all_params(optimizer):
-    """Return the parameters of all groups, in order."""
+    """Return the parameters of all groups of an optimizer, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def named_params(groups):
-    """Return [(name, parameter), …]. Without names in the groups, the name is the place, such as "0 of group 1"."""
+    """Return [(name, parameter), …] of all groups.
+
+    A group that was made from named parameters has their names as "param_names". In any other group the name of a
+    parameter is its place, such as "0 of group 1".
+    """
     named = []
     for number, group in enumerate(groups):
         places = [f"{place} of group {number}" for place in range(len(group["params"]))]
@@ -35,7 +46,7 @@ def named_params(groups):
 
 
 def name_of(param, groups):
-    """Return the name of a parameter for messages."""
+    """Return the name that `named_params` gives to `param`, for messages."""
     return next(name for name, other_param in named_params(groups) if other_param is param)
 
 
@@ -45,25 +56,28 @@ def hyperparameters(group):
 
 
 def with_indices(groups):
-    """Return copies of groups with indices in place of parameters, counted through all groups, as in a state_dict."""
+    """Return copies of groups, with the index of each parameter in place of the parameter, as torch's state_dict has.
+
+    The parameters are counted through all groups.
+    """
     indices = itertools.count()
     return [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
 
 
 def as_python(value):
-    """Return a NumPy number, which a schedule may leave, as a Python number, and any other value unchanged.
+    """Return `value` as a Python number if it is a NumPy number; otherwise return it unchanged.
 
-    torch.load(weights_only=True) refuses NumPy numbers.
+    A schedule may leave a NumPy number in a group, and torch.load(weights_only=True) refuses NumPy numbers.
     """
     is_numpy_number = isinstance(value, numbers.Number) and hasattr(value, "item")
     return value.item() if is_numpy_number else value
 
 
 def share_attributes(groups, own_groups, param_of):
-    """Give each main parameter the attributes and the name of its parameter: an inner optimizer may read p.lr_mul.
+    """Give each main parameter the attributes and the name of its parameter. (A class may read p.lr_mul, for example.)
 
-    A main parameter is what the inner optimizer steps: a parameter, or a piece of it. Parameter and main parameter then
-    share one dict of attributes. So the inner optimizer sees later changes, too.
+    Afterwards the parameter and the main parameter share one dict of attributes. So if a program changes an attribute
+    of the parameter later, the inner optimizer reads the new value. The names are written into `own_groups`.
 
     Args:
         groups: groups of the model's parameters.
@@ -74,20 +88,25 @@ def share_attributes(groups, own_groups, param_of):
         for main in own_group["params"]:
             main.__dict__ = param_of[main].__dict__
         if "param_names" in group:
-            name_of = dict(zip(group["params"], group["param_names"]))
-            own_group["param_names"] = [name_of[param_of[main]] for main in own_group["params"]]
+            names = dict(zip(group["params"], group["param_names"]))  # parameter -> name
+            own_group["param_names"] = [names[param_of[main]] for main in own_group["params"]]
 
 
 class InnerTensors:
     """Main parameters and their gradients, which the inner optimizer has in stages 3 and 4.
 
-    A class of a user's own may assign `p.grad` or `p.grad.data` in its step, free gradients, end with zero_grad(), or
-    assign `p.data` in place of writing into `p`. With plain tensors such a class trains. Here its parameters are views
-    of the buffer that is sent, and its gradients are views of the buffer in which gradients arrive.
+    There main parameters are views of a buffer that is sent to the other ranks, and their gradients are views of a
+    buffer in which averaged gradients arrive. An optimizer class of a user's own may, in its step, assign `p.grad` or
+    `p.grad.data`, free gradients, call zero_grad(), or assign `p.data` instead of writing into `p`. With plain tensors
+    such a class trains. Here an assignment would cut the connection between a tensor and its buffer, so `take_back`
+    restores the connection after each step.
 
     Attributes:
-        main_params, grads: the tensors that the inner optimizer has got.
-        views: for each of these tensors another view of the same memory, which the optimizer class can't reach.
+        main_params: the main parameters, which the inner optimizer steps.
+        grads: the gradients of the main parameters. Before this object is made, each main parameter must have a `grad`,
+            a view of the buffer.
+        views: for each of these tensors, parameters first, another view of the same memory, which the class of the
+            inner optimizer can't reach.
     """
 
     def __init__(self, main_params):
@@ -96,12 +115,15 @@ class InnerTensors:
         self.views = [tensor.detach() for tensor in self.main_params + self.grads]
 
     def take_back(self):
-        """After a step give each tensor its own memory again, with its present values, and each parameter its gradient.
+        """Make each tensor a view of its buffer again, and give each main parameter its gradient again; after a step.
+
+        Main parameters keep their new values. The values of gradients aren't needed after a step.
         """
         tensors = self.main_params + self.grads
         address_of = torch.Tensor.data_ptr
-        if list(map(address_of, tensors)) != list(map(address_of, self.views)):  # the class has assigned `data`
-            for main, view in zip(self.main_params, self.views):
+        # One comparison of all addresses, because it is fast, and most classes never assign `data`.
+        if list(map(address_of, tensors)) != list(map(address_of, self.views)):
+            for main, view in zip(self.main_params, self.views):  # zip() ends before the views of gradients
                 if main.data_ptr() != view.data_ptr():
                     view.copy_(main)
             for tensor, view in zip(tensors, self.views):
@@ -112,7 +134,10 @@ class InnerTensors:
 
 
 def mesh_groups_of(param):
-    """Return the process groups over which the elements of a DTensor are spread; () for any other tensor."""
+    """Return a tuple of the process groups over which the elements of a DTensor are spread; () for any other tensor.
+
+    A DTensor has a mesh of ranks. Along each dimension of the mesh it is either replicated or spread over a group.
+    """
     placements = enumerate(getattr(param, "placements", ()))
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
@@ -120,8 +145,9 @@ def mesh_groups_of(param):
 def settings_of(groups, others=()):
     """Return {"lr of group 0": number, "betas[1] of group 0": number, …, **others}, for the ranks to compare.
 
-    others: name -> value, further settings. Values that are no number, text or CPU tensor of one element are left out:
-    reading a tensor on a GPU would wait.
+    others: name -> value, further settings.
+    A value that is no number, no text and no CPU tensor of one element is left out. (To read a tensor on a GPU, the
+    rank would have to wait for the GPU.)
     """
     settings = dict(others)
     for number, group in enumerate(groups):
@@ -140,7 +166,10 @@ def settings_of(groups, others=()):
 
 
 def checksum_of(settings):
-    """Return a checksum of the values in `settings`, of 31 bits: the checksum and its negative fit into an int32.
+    """Return a checksum of the values in `settings`.
+
+    It has 31 bits, because callers send the checksum and its negative as int32. An all-reduce that takes the maximum of
+    both shows them the largest and the smallest checksum, and so whether all checksums are equal.
 
     Floats count with nine digits, because a cosine schedule may differ in the last bit between two CPUs.
     """
@@ -150,10 +179,10 @@ def checksum_of(settings):
 
 
 def first_difference(settings, process_group):
-    """Return a text about a setting that differs between the first rank and another one. Collective.
+    """Return a text about a setting that differs between the first rank of the group and another rank. Collective.
 
-    None: all ranks have the same settings, but for the rounding of floats.
     settings: name -> number or text, on this rank.
+    Returns None if all ranks have the same settings. Floats may differ a little, by rounding.
     """
     settings_of_ranks = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(settings_of_ranks, settings, group=process_group)
@@ -172,6 +201,7 @@ def first_difference(settings, process_group):
 
 def error_if_settings_differ(settings, process_group):
     """Return a RuntimeError on every rank if the settings of the ranks differ; None if they don't. Collective."""
+    # Either a scheduler has set another lr here, or the optimizer's class writes other values into its groups here.
     if difference := first_difference(settings, process_group):
         return RuntimeError(f"{difference}: set the same on every rank (feed ReduceLROnPlateau with the average of all "
                             "losses), or take an optimizer that writes the same")

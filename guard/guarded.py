@@ -1,25 +1,33 @@
-"""Runs, for the DistributedOptimizer of every stage, what happens around its core, in order.
+"""Has what the optimizers of all stages do around their cores, in the order in which it happens.
+
+A *stage* is a version of the distributed optimizer, in a folder stage*/. Its *core*, the class ShardedOptimizer, has
+the algorithm alone: each rank updates a part of the parameters by an *inner optimizer*, such as torch's AdamW, and
+sends the result. The parts are whole parameters in stages 1 and 2, and flat pieces of parameters in stages 3 and 4. The
+tensor that the inner optimizer steps for a part is a *main parameter*. The *guard*, this folder and each stage's
+`distributed.py`, makes the cores reliable.
 
 Situation: training, from the constructor to a save. Python looks a method up in three classes, in this order: the
 DistributedOptimizer of a stage's `distributed.py`, which has the differences between stages; Guarded; and the core. At
-most one of the first two classes defines a method, so that `super()` means the core in both. `step` ends in the core's
-`step`. The core's `step` calls `sync_grads`, `step_own` and `sync_params`, which the guard overrides. A stage's class
-defines:
+most one of the first two classes defines a method, so that `super()` means the core in both. The guard's `step` calls
+the core's `step` at its end. This core's `step` calls `sync_grads`, `step_own` and `sync_params`, and so calls the
+guard's methods of these names. A stage's class defines:
 
     _refuse(named)              raise an error for parameters that the stage can't train; return [(name, tensor)], the
-                                tensors that the stage stores: of a DTensor its local part
+                                tensors that the stage stores. In place of a DTensor that is this rank's local part
     _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
     _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
-    _watch_shards(groups)       prepare the guard for parameters that were just sharded
+    _watch_shards(groups)       prepare the guard for parameters that `shard` has just divided between the ranks
     _owned_ranges()             return what `pieces` returns, or yield it: which elements this rank updates
-    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new
-    _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(); a buffer may have it instead
-    _take_model_changes()       update main parameters where other code has written into the model
+    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new, that
+                                is, not averaged yet in this step
+    _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(). A stage's buffer of gradients
+                                may have this method in place of the optimizer
+    _take_model_changes()       copy what other code has written into the model's parameters to the main parameters
     has_grads                   whether this rank is between backward() and step()
     _stage, _buffers_in_words() texts for repr()
-    _grads_elsewhere            whether gradients of this step were ever outside of param.grad, in a buffer say
-    _param_grad_holds           "averages", "own" gradients, or "nothing": what torch's clipping finds in param.grad,
-                                see guard/scaling.py; a buffer may have it
+    _grads_elsewhere            whether gradients of this step were ever outside of param.grad, for example in a buffer
+    _param_grad_holds           what torch's clipping functions find in param.grad: "averages", "own" gradients of this
+                                rank, or "nothing". scaling.py reads it. A buffer may have it in place of the optimizer
 
 Shown by tests/stages/test_contract.py, tests/stages/test_stages.py, and tests/stages/test_users.py.
 """
@@ -43,32 +51,39 @@ from .skipping import found_inf
 from .state_dict import load_state_dicts, state_dict_of
 from .states import MAIN_PARAM, ByParameter
 
-# To learn which state a class keeps for a flat piece of a parameter, schema.py steps a tensor of this shape. An entry
-# with 13 elements then has an element for each element of the piece.
+# To learn which state an optimizer class keeps for a flat piece of a parameter, schema.py steps a tensor of this shape
+# on trial. An entry of the state that then has 13 elements has an element for each element of a piece.
 TRIAL_SHAPE = (13,)
 
 
 class Guarded(torch.optim.Optimizer):
-    """The guard of every stage. A *main parameter* is the tensor that the inner optimizer, torch's, has and steps."""
+    """The part of the guard that all stages have. Each DistributedOptimizer has two bases: this class, and its core."""
 
-    __init__: Callable[..., None]  # of the core
+    # The next three lines only declare types, for mypy. The core or the stage defines these attributes.
+    __init__: Callable[..., None]
     _before_average: Callable[[dict], bool]
     _stage: int
     _takes_dtensors = _takes_channels_last = False
     _steps_whole_params = False  # whether each main parameter is a whole parameter in stage 4, as in variants/muon.py
-    _main_to_save = staticmethod(torch.Tensor.detach)  # makes the entry of a state_dict from a main parameter
-    _step_supports_amp_scaling = True  # GradScaler then calls step() on every rank, whatever it finds on this one
+    # state_dict() calls this function on a main parameter, and saves what it returns. A variant may replace it.
+    _main_to_save = staticmethod(torch.Tensor.detach)
+    # GradScaler reads this mark. It then calls step(grad_scaler=itself) also if the gradients of this rank have an inf,
+    # so that step() can tell the other ranks.
+    _step_supports_amp_scaling = True
     _states: Any = None  # a ByParameter, the mapping `state`; None while torch's constructor runs
-    _chain: Any = None  # a weak reference to the Chained that has this optimizer
+    _chain: Any = None  # weak reference to the Chained that has this optimizer, which sets it; skipping.py reads it
     _n_steps = 0  # steps taken with the present shards, plus the steps before a state_dict that was loaded
 
     def _prepare(self, params, optimizer_cls, process_group, average_over, optimizer_kwargs, **settings):
-        """Check all arguments, and return the parameter groups. `settings`: the stage's own arguments, by name."""
-        silence_torch()
-        watch_torch(self)
+        """Check all arguments, and return the parameter groups. A stage's constructor calls this before the core's.
+
+        settings: the stage's own arguments, by name. The ranks compare them.
+        """
+        silence_torch()  # torch would warn about two things that this project needs
+        watch_torch(self)  # from now on torch's clipping functions and model.zero_grad() know of this optimizer
         classes = type(self).__mro__
         call_hooks_around_step(classes[classes.index(Guarded) + 1 :])  # the core and its bases
-        # A function groups -> inner optimizer, for this rank's part and for trials.
+        # A function: parameter groups -> inner optimizer. It makes the inner optimizer, and others for trials.
         self.make_optimizer = functools.partial(callable_or_refusal(optimizer_cls), **optimizer_kwargs)
         self.process_group = process_group
         self.average_over = average_over
@@ -76,30 +91,38 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _agreement_group(self):
-        """Return the group of all ranks that train the model: in variants/hybrid.py it is more than `process_group`."""
+        """Return the group of all ranks that train these parameters. In variants/hybrid.py these are more ranks than in
+        `process_group`.
+        """
         return self.process_group
 
     @torch.no_grad()
     def add_param_group(self, param_group):
         """Add a group with its own hyperparameters. Collective; raises what the constructor raises."""
-        if self._states is None:
+        if self._states is None:  # torch's constructor calls this method, with groups that are checked already
             return super().add_param_group(param_group)
         old_groups = [dict(group) for group in self.param_groups]  # copies, because the check changes them
-        *_, checked_group = checked_groups(self, [*old_groups, param_group], {})
+        *_, checked_group = checked_groups(self, [*old_groups, param_group], {})  # the new group comes last
         super().add_param_group(checked_group)
-        (own_group,) = self.shard(self.param_groups[-1:])
+        (own_group,) = self.shard(self.param_groups[-1:])  # shard() takes a list of groups, and returns a list
         self.optimizer.add_param_group(own_group)
-        # A class such as Adagrad makes a state in its constructor; torch < 2.13 forgets it in add_param_group().
+        # A class such as Adagrad makes a state in its constructor. torch < 2.13 makes none in add_param_group(), so let
+        # another object of the class make it.
         self.optimizer.state.update(self.make_optimizer([dict(own_group)]).state)
         self._note_shards()
 
     @torch.no_grad()
     def shard(self, groups):
-        """Shard as the core does. Return the groups of the inner optimizer, with names and attributes of parameters."""
+        """Divide the parameters of `groups` between the ranks, as the core does. The core's constructor calls this.
+
+        Returns the groups for the inner optimizer: main parameters of this rank, with the names and attributes of
+        the parameters.
+        """
         params = [param for group in groups for param in group["params"]]
-        own_groups = super().shard(groups) if params else without_params(groups)  # a split by weight decay may be empty
-        # The core has broadcast the first rank's values, which autograd hasn't seen. Because of a new version number
-        # autograd refuses a graph that has read the old values.
+        # A program that splits parameters by weight decay, for example, may add an empty group.
+        own_groups = super().shard(groups) if params else without_params(groups)
+        # The core has broadcast the first rank's values into the parameters, and autograd hasn't noticed it. With a new
+        # version number of the parameters, autograd refuses a backward pass through a graph that has read old values.
         torch.autograd.graph.increment_version(params)
         self._watch_shards(groups)
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
@@ -107,29 +130,34 @@ class Guarded(torch.optim.Optimizer):
         return own_groups
 
     def _watch_shards(self, groups):
-        """Do nothing; a stage may define it."""
+        """Do nothing. A stage may override this method: see the module's docstring."""
 
     def _note_shards(self):
         """Set the attributes that depend on which parameters and which process group the optimizer has."""
-        # Both are -1 on a rank that is in no process group since reshard().
+        # Both are -1 on a rank that is in no process group, after checkpoint.reshard() has moved its state elsewhere.
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
         self._params = all_params(self)
         names_in_state = weakref.WeakMethod(self._names_in_state)  # weak, so that there is no cycle of references
         self._states = ByParameter(self.optimizer, self._params, self._owned_ranges(), names_in_state)
-        self._known_ids = self._param_ids()
-        # Averages are multiplied by it: the core divides by the number of ranks, average_over may be another divisor.
+        self._known_ids = self._param_ids()  # step() compares them with what `param_groups` has then
+        # The core divides sums of gradients by the number of ranks. If `average_over` asks for another divisor, the
+        # averages are multiplied by this factor.
         self._grad_factor = 1.0
         if self.rank >= 0:
             n_ranks = dist.get_world_size(self._agreement_group)
             self._grad_factor = n_ranks / divisor_of(self.average_over, n_ranks)
 
     def _param_ids(self):
-        """Return for each group the ids of its parameters, because == of tensors compares elements."""
+        """Return for each group the ids of its parameters. (Ids are compared, because == of tensors compares elements.)
+        """
         return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _move_to(self, process_group):
-        """Take the shards of this rank in `process_group`, without state. The old shards were given up before."""
+        """Take the shards of this rank in `process_group`, with an empty state. A stage's `move_to` calls this.
+
+        The stage has given the old shards up before.
+        """
         self.process_group = process_group
         self._n_steps = 0
         if dist.get_rank(process_group) >= 0:
@@ -149,7 +177,7 @@ class Guarded(torch.optim.Optimizer):
         step and lower its scale. Hooks are not called then.
 
         Raises:
-            RuntimeError: `param_groups` has other parameters than were added; or what `finish_grad_sync` raises.
+            RuntimeError: `param_groups` doesn't have the parameters that were added; or what `finish_grad_sync` raises.
         """
         if self.rank < 0:
             raise RuntimeError("this rank is in no process group since reshard(): it has nothing to step")
@@ -160,7 +188,7 @@ class Guarded(torch.optim.Optimizer):
         if grad_scaler is not None:
             self.finish_grad_sync()
             if found_inf(self, grad_scaler):
-                self.zero_grad()  # the program's model.zero_grad() can't reach an inf that isn't in param.grad
+                self.zero_grad()  # here, because model.zero_grad() may not reach an inf that isn't in param.grad
                 return loss
         if closure is None:
             super().step()
@@ -169,30 +197,33 @@ class Guarded(torch.optim.Optimizer):
                 super().step()
         return loss
 
-    step.hooked = True  # torch adds calls of hooks to a step without this mark: here the core's step alone has them
+    # A mark that torch reads: it wraps a `step` without this mark in calls of step hooks. Here it must wrap only the
+    # core's step.
+    step.hooked = True
 
     @torch.no_grad()
     def sync_grads(self, **arguments):
-        """Average the gradients as the core does, if they aren't averaged yet, and scale them by `average_over`.
+        """Average the gradients as the core does, if they aren't averaged yet; by the divisor that `average_over` says.
 
-        arguments: of `clip_grad_norm_` or `scale_grads_`; stage 4 compares them between the ranks.
+        arguments: those of `clip_grad_norm_` or `scale_grads_`, by name; stage 4 compares them between the ranks.
         """
-        are_new = self._before_average(arguments)  # not averaged before in this step
+        are_new = self._before_average(arguments)  # whether they aren't averaged yet in this step
         super().sync_grads()
         if are_new and self._grad_factor != 1:
             multiply_grads(self._averaged_params(), self._grad_factor)
 
     def step_own(self):
-        """Step as the core does, after taking in what other code has written into the model and into the state."""
-        if self._states.accessed_params:
-            self._states.cut_whole_tensors()  # of which a program may have put some into the state
+        """Update this rank's part as the core does, after copying what other code has written into model and state."""
+        if self._states.accessed_params:  # a program has accessed states, and may have put whole tensors into them
+            self._states.cut_whole_tensors()
         self._take_model_changes()
-        # torch's hooks for all optimizers run around our step, so they must not run around the inner optimizer's.
+        # torch's hooks for all optimizers run around our step. They must not run around the inner optimizer's, too.
+        # (`any`: at least one of the two dicts of hooks isn't empty.)
         hooks_off = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
         with hooks_off, profiler_range("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(own_group))  # some optimizers count steps there
+            group.update(hyperparameters(own_group))  # a class may write into its groups, for example count steps there
         self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -200,41 +231,44 @@ class Guarded(torch.optim.Optimizer):
         return contextlib.nullcontext()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Do nothing, as `no_sync` does. In stage 4 False begins, and True ends, what `no_sync` does there."""
+        """Do nothing. (In stage 4, where `no_sync` keeps gradients unsent, False begins such a time and True ends it.)
+        """
 
     @torch.no_grad()
     def finish_grad_sync(self, **arguments: Any) -> None:
         """Average the gradients over the ranks. Idempotent; `step`, `clip_grad_norm_` and `scale_grads_` call it.
 
         In stages 1 and 2 `param.grad` then holds the average. Sparse gradients become dense. A gradient that is missing
-        on some ranks counts as zero there. In stage 3 each rank receives its shard, and until `step` or `zero_grad`
-        `param.grad` is not the gradient: assigning a gradient or running a backward pass is a RuntimeError. Freeze a
-        layer on all ranks or on none, and before backward(). Collective.
+        on some ranks counts as zero there. In stage 3 each rank receives its shard of the averages, and until `step` or
+        `zero_grad` `param.grad` is not the gradient: assigning a gradient or running a backward pass is a RuntimeError.
+        Freeze a layer on all ranks or on none, and before backward(). Collective.
 
         Args:
-            arguments: of `clip_grad_norm_` or `scale_grads_`. Stage 4 compares them between the ranks.
+            arguments: those of `clip_grad_norm_` or `scale_grads_`, by name. Stage 4 compares them between the ranks.
 
         Raises:
             RuntimeError: a parameter received no gradient in stage 4, or a gradient was assigned too late, or a
                 parameter's `data` was replaced; or `arguments` or the parameter groups of the ranks differ, in lr for
-                example. Stage 4 raises it on every rank, unless the ranks have agreed before, in `clip_grad_norm_` say.
+                example. Stage 4 raises it on every rank. But if the ranks have agreed on this step's gradients before,
+                for example in `clip_grad_norm_`, a later error is raised on this rank alone.
         """
         self.sync_grads(**arguments)
 
     def _refuse_late_backward(self):
-        """Refuse a gradient that comes after the average, if it would be added to gradients that were scaled."""
+        """Refuse a gradient that comes after the average, if averages were multiplied: the sum would be wrong."""
         if self._grad_factor != 1:
             raise RuntimeError("the gradients were averaged and divided by average_over already: call step() or "
                                "zero_grad() first")
 
     @torch.no_grad()
     def scale_grads_(self, factor: float | torch.Tensor) -> None:
-        """Multiply the averaged gradients of the whole model by `factor`; before `clip_grad_norm_`. Collective.
+        """Multiply the averaged gradients of the whole model by `factor`. Call it before `clip_grad_norm_`. Collective.
 
-        For example by ranks / tokens, if the losses are sums over tokens, and the number of tokens is known late.
+        For example, `factor` is ranks / tokens if the losses are sums over tokens, and the number of tokens in the
+        batches of all ranks is only known after the backward pass.
 
         Args:
-            factor: the same on every rank: a number, or a tensor without dimensions, whose value no host reads.
+            factor: the same on every rank: a number, or a tensor without dimensions, which may stay on the GPU.
         """
         self.finish_grad_sync(factor=factor)
         multiply_grads(self._averaged_params(), factor)
@@ -242,24 +276,31 @@ class Guarded(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0,
                         error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Scale the averaged gradients of the whole model to a norm of at most `max_norm`. Collective.
+        """Scale the averaged gradients of the whole model so that their norm is at most `max_norm`. Collective.
 
         Returns the norm before clipping, a scalar tensor.
 
         Raises:
-            RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank, before gradients change.
+            RuntimeError: `error_if_nonfinite` is True, and the norm is nan or inf. Every rank raises it, before any
+                gradient changes.
         """
         self.finish_grad_sync(max_norm=max_norm, norm_type=norm_type)
         return clip_grads(self._averaged_params(), max_norm, self._total_norm(norm_type), error_if_nonfinite)
 
-    _total_norm = total_norm  # a method, which a stage may override
+    _total_norm = total_norm  # a function of scaling.py as a method, which a stage may override
 
     def _averaged_params(self):
-        """Return the parameters, or main parameters, whose averaged gradients this rank has."""
+        """Return the tensors whose `grad` is an averaged gradient: this rank's main parameters. Stages may override it.
+        """
         return all_params(self.optimizer)
 
     def pieces(self):
-        """Return [(param, start, stop, main), …]: this rank updates elements start:stop of flat `param`, as `main`."""
+        """Return [(param, start, stop, main), …]: what this rank updates.
+
+        It updates elements start:stop of the flattened `param`. The inner optimizer has them as the tensor `main`.
+        state_dict.py and checkpoint/ call this method. It first copies what other code has written into the model's
+        parameters, or into states, to the tensors of the inner optimizer.
+        """
         with torch.no_grad():
             self._take_model_changes()
             self._states.cut_whole_tensors()
@@ -269,34 +310,34 @@ class Guarded(torch.optim.Optimizer):
     def state(self):
         """Return a mapping parameter -> its state on this rank. In stages 3 and 4 that is the state of a flat piece.
 
-        Assigning a dict copies it.
+        Assigning a dict to `state` copies the dict.
         """
         return self._states
 
     @state.setter
     def state(self, state):
-        if self._states is not None:  # torch's constructor sets it, too
+        if self._states is not None:  # None: torch's constructor assigns an empty mapping, which is ignored
             self._states.replace(state)
 
     def state_dict(self):
         """Return {"state": {index: {name: value}}, "param_groups": […]}, as torch's optimizers do. Not collective.
 
-        A tensor that is cut is a FlatShard: it has the shape of the whole, the elements of this rank, and
-        `full_tensor()`. So torch's get_state_dict(), torch.distributed.checkpoint and set_state_dict() save the
-        state_dict, and load it on any number of ranks.
+        A tensor of which each rank has a part is a FlatShard: it has the shape of the whole tensor, the elements of
+        this rank, and a method `full_tensor()`. So torch's get_state_dict(), torch.distributed.checkpoint and
+        set_state_dict() save the state_dict, and load it on any number of ranks.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state_dict = state_dict_of(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict  # a hook may return another one
+            state_dict = hook(self, state_dict) or state_dict  # a hook may return another state_dict, or None
         return state_dict
 
     def load_state_dict(self, state_dict):
-        """Load a `state_dict` that this rank has returned, or torch.distributed.checkpoint has read. Collective.
+        """Load a `state_dict` that this rank has returned, or that torch.distributed.checkpoint has read. Collective.
 
-        Tensors of a parameter's shape are cut, so the state_dict of a plain torch optimizer is loaded too. As in torch,
-        tensors that fit are not copied.
+        Each rank cuts its part out of a tensor of a parameter's shape, so it also loads the state_dict of a plain torch
+        optimizer. As in torch, tensors that fit are not copied.
 
         Raises:
             ValueError: on every rank, before anything is changed, if on any rank the state_dict has other elements, or
@@ -307,7 +348,10 @@ class Guarded(torch.optim.Optimizer):
             load_state_dicts([self], [state_dict], self._agreement_group)
 
     def _stepped_as(self, param):
-        """Return (shape, dtype) of a tensor that is stepped as this rank's piece of `param` is: in 32 bits at least."""
+        """Return the (shape, dtype) that schema.py steps on trial in place of this rank's piece of `param`.
+
+        The dtype is that of main parameters: fp32 for a parameter of 16 bits. Stages 1 and 2 override this method.
+        """
         shape = param.shape if self._steps_whole_params else TRIAL_SHAPE
         return shape, torch.promote_types(param.dtype, torch.float32)
 
@@ -316,18 +360,18 @@ class Guarded(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if id(param) in map(id, group["params"]))
         shape, dtype = self._stepped_as(param)
         schema = schema_of(self.make_optimizer, hyperparameters(group), shape, dtype, param.device)
-        names = list(schema.entries) if schema else []
+        names = list(schema.entries) if schema else []  # None: the class can't step one parameter alone
         if dtype != param.dtype:
             names.append(MAIN_PARAM)
         return names
 
     def refuse_different_settings(self):
-        """Raise RuntimeError on every rank if the parameter groups of the ranks differ. Collective."""
+        """Raise RuntimeError on every rank if the ranks have different values in their parameter groups. Collective."""
         if error := error_if_settings_differ(settings_of(self.param_groups), self.process_group):
             raise error
 
     def __repr__(self):
-        """Return a text: how much of the model and of the state this rank has, and torch's text about the groups."""
+        """Return a text: how much of model and state this rank has, and then torch's description of the groups."""
         if self._states is None:  # the constructor has failed
             return super().__repr__()
         states = self.optimizer.state.values()
@@ -339,21 +383,23 @@ class Guarded(torch.optim.Optimizer):
                 f"{super().__repr__()}")
 
     def _buffers_in_words(self):
-        """Return a part of repr(), which a stage may define."""
+        """Return a part of the text of repr(): what a stage says about its buffers."""
         return ""
 
     def __getstate__(self):
+        """Raise TypeError: copy and pickle call this method."""
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     # Lightning and Fabric wrap an optimizer in an object of a new class, which inherits from their wrapper and from our
-    # class. A method of ours would then have the wrapper as `self`: it would assign to the wrapper, and would find the
-    # wrapped optimizer in `self.optimizer`, where it expects the inner optimizer. So the new class gets a
-    # ForwardedAttribute in place of each attribute of our class: this reads and writes the attribute of the wrapped
-    # optimizer. Shown by tests/stages/test_wrappers.py.
+    # class. A method of our class would then get the wrapper as `self`: it would assign attributes to the wrapper, and
+    # would find the wrapped optimizer in `self.optimizer`, where it expects the inner optimizer. So the new class gets
+    # a ForwardedAttribute (see the end of this file) in place of each attribute of our class. It reads and writes the
+    # attribute of the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        # Nobody calls the constructor of a wrapper's class: the wrapper is made first, and gets this class then. If
-        # somebody does call it, `cls` is no wrapper's class, and needs no ForwardedAttribute.
+        # Nobody calls the constructor of a wrapper's class: Lightning makes the wrapper first, and then gives it the
+        # new class. So if `cls` is called, it is no wrapper's class but, for example, a user's subclass, which needs no
+        # ForwardedAttribute. Remove what __init_subclass__ has put there.
         for kind in cls.__mro__:
             for name, value in list(vars(kind).items()):
                 if isinstance(value, ForwardedAttribute):
@@ -363,11 +409,11 @@ class Guarded(torch.optim.Optimizer):
         return optimizer
 
     def __init_subclass__(cls, **kwargs):
-        """Forward our attributes if our class comes after another base, because `cls` may be a wrapper's class then."""
+        """Forward our attributes if our class is not the first base of `cls`: then `cls` may be a wrapper's class."""
         super().__init_subclass__(**kwargs)
-        if "step" in vars(cls):  # this step calls our step, which calls the hooks
+        if "step" in vars(cls):  # this step calls our step, which calls the hooks: so torch must not add calls of hooks
             cls.step.hooked = True
-        for base in cls.__bases__[1:]:
+        for base in cls.__bases__[1:]:  # without the first base
             if issubclass(base, Guarded):
                 for name in dir(base):
                     # The second condition: no class before ours has overridden the attribute.
@@ -376,7 +422,7 @@ class Guarded(torch.optim.Optimizer):
 
 
 def without_params(groups):
-    """Return copies of parameter groups, without parameters."""
+    """Return copies of parameter groups, with the same hyperparameters and without parameters."""
     return [{**hyperparameters(group), "params": []} for group in groups]
 
 
@@ -386,7 +432,7 @@ def profiler_range(name):
 
 
 def mean_loss(optimizer, closure, process_group):
-    """Return what `closure` returns, averaged over the ranks of `process_group` if it is a number or a tensor."""
+    """Return the loss that `closure` returns, averaged over the ranks if it is a number or a tensor. Collective."""
     with torch.enable_grad():
         loss = closure()
     if isinstance(loss, bool) or not isinstance(loss, (torch.Tensor, numbers.Real)):
@@ -397,14 +443,17 @@ def mean_loss(optimizer, closure, process_group):
 
 
 class ForwardedAttribute:
-    """Forwards an attribute of a wrapper to the wrapped optimizer, which `_itself` of the wrapper refers to."""
+    """Forwards an attribute of a wrapper to the wrapped optimizer.
+
+    The wrapper's attribute `_itself` is a weak reference to the wrapped optimizer.
+    """
 
     def __init__(self, name, attribute_of_class):
         self.name = name
         self.attribute_of_class = attribute_of_class
 
     def __get__(self, wrapper, kind=None):
-        # Without a wrapper a program reads the attribute of the class, to patch it say.
+        # Without a wrapper: a program reads the attribute of the class itself, for example to patch a method.
         return self.attribute_of_class if wrapper is None else getattr(wrapper._itself(), self.name)
 
     def __set__(self, wrapper, value):

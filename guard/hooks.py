@@ -1,9 +1,15 @@
-"""Hooks gradients so that optimizers can be replaced or dropped, and runs torch's step hooks once per step.
+"""Hooks of two kinds: an optimizer's hooks on gradients, and the hooks that torch calls before and after each step.
 
-Parameters don't keep their optimizer alive. If a program builds two optimizers on a parameter, the later one gets the
-gradients. torch's hooks for all optimizers run once per step, although an inner optimizer steps, too. No object here
-keeps a process group after destroy_process_group(): its threads could abort Python at exit. Shown by
-tests/stages/test_models.py, `test_python_ends_without_a_word`, and tests/stages/test_users.py,
+A distributed optimizer of this project, or the buffer that keeps its gradients, has a hook on each parameter. autograd
+calls the hook when the gradient of the parameter is complete. The hook refers to the optimizer weakly, so a program can
+drop the optimizer although the parameters live on. If a program builds two optimizers on a parameter, the later
+optimizer gets the gradients.
+
+A distributed optimizer has an *inner optimizer*, such as torch's AdamW, which updates this rank's part of the
+parameters. Both have a step. But torch's hooks for all optimizers must run once per step of the program.
+
+No object here keeps a process group after destroy_process_group(), because the threads of the group could abort Python
+at exit. Shown by tests/stages/test_models.py, `test_python_ends_without_a_word`, and tests/stages/test_users.py,
 `test_hooks_of_all_optimizers_are_called_once_a_step`.
 """
 
@@ -14,18 +20,19 @@ import weakref
 from unittest import mock
 
 import torch
-import torch._dynamo  # early: torch would import it with the first optimizer, and would hold the process group then
-from torch._dynamo.decorators import skip
+import torch._dynamo  # now: torch would import it with the first optimizer, and would then keep the process group alive
+from torch._dynamo.decorators import skip  # marks a function that torch.compile must leave as it is
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # dicts of hooks for all optimizers
+GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # torch's dicts of hooks for all optimizers
 active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # a function: it returns None if nothing compiles
 
 
 def untraced(function):
-    """Return a function that does what `function` does, and that torch.compile leaves out with everything it calls.
+    """Return a function that does what `function` does. torch.compile compiles neither it nor the functions it calls.
 
-    torch.compiler.disable() makes a wrapper that takes longer than a hook, so it is called only while torch compiles.
+    torch.compiler.disable() alone would do this too. But a call of the wrapper that it makes takes longer than a hook
+    does, so the wrapper is only used while torch compiles.
     """
     @skip
     @functools.wraps(function)  # so that a model which has this function as a hook can be pickled
@@ -37,48 +44,58 @@ def untraced(function):
 
 
 def hook_gradient(param, method, takes_gradient=False):
-    """Call `method`, of an optimizer or its buffer, when the gradient of `param` is complete. Returns a handle.
+    """Let autograd call `method` with `param` when the gradient of `param` is complete. Returns a handle of the hook.
 
-    The hook holds the optimizer or buffer weakly. A frozen parameter gets a hook too, because a program may unfreeze
-    it later.
+    `method` is a method of an optimizer or of its buffer, the *owner* of the hook. The hook refers to its owner weakly.
+    A frozen parameter gets a hook too, because a program may unfreeze it later.
 
-    takes_gradient: whether `method` takes the gradient out of `param.grad`. Hooks of earlier optimizers that take it
-        are removed, because `method` would find no gradient.
+    takes_gradient: whether `method` takes the gradient out of `param.grad`. If an earlier optimizer has such a hook on
+        `param`, that hook is removed, because it would leave no gradient for `method`.
     """
-    # Not weakref.WeakMethod, which prints an error for each parameter as Python ends.
+    # No weakref.WeakMethod, because it prints an error for each parameter as Python ends. When the owner is gone, its
+    # hook is removed. `handle` is assigned at the end of this function.
     weak_owner = weakref.ref(method.__self__, lambda _: handle.remove())
     function = method.__func__
 
-    @skip  # because a compiled function may call backward(); `untraced` would add a call per parameter
+    # This function does what `untraced` does, without a further call for each parameter. It is needed because a program
+    # may compile a function that calls backward().
+    @skip
     def hook(param):
         owner = weak_owner()
         if owner is not None:
             uncompiled = function if active_compiler() is None else torch.compiler.disable(function)
             uncompiled(owner, param)
 
-    hook.takes_gradient = takes_gradient
-    hook.owner = weak_owner
+    hook.takes_gradient = takes_gradient  # the loop below reads it when a later optimizer hooks this parameter
+    hook.owner = weak_owner  # owners_of() reads it
     hooks = param._post_accumulate_grad_hooks or {}  # key -> hook; torch's own dict
     for key, old_hook in list(hooks.items()):  # a copy, because a dropped optimizer may remove its hooks meanwhile
-        if getattr(old_hook, "takes_gradient", False) is True:  # `is True`, because a Mock has every attribute
+        # `is True`, because a hook may be a unittest.mock.Mock, which has every attribute.
+        if getattr(old_hook, "takes_gradient", False) is True:
             hooks.pop(key, None)
-    vars(param).pop("main_grad", None)  # the gradient of an earlier stage 3
+    vars(param).pop("main_grad", None)  # an earlier optimizer of stage 3 may have kept its gradient there
     requires_grad = param.requires_grad
-    handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)  # torch refuses it for a frozen parameter
+    # torch refuses a hook on a frozen parameter, so unfreeze it for a moment.
+    handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
     param.requires_grad_(requires_grad)
     return handle
 
 
 def owners_of(param):
-    """Return the optimizers and buffers that have a gradient hook on `param`; None for one that no longer exists."""
+    """Return the owners of the gradient hooks on `param`: optimizers and buffers, or None if an owner no longer exists.
+    """
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
 
 
 def call_hooks_around_step(classes):
-    """Let the first of `classes` that defines a `step` call torch's step hooks around this step.
+    """Let the `step` of the first of `classes` that defines a `step` call torch's step hooks before and after itself.
 
-    torch does the same when a program builds that class itself. If it has done so before, there is nothing to do.
+    torch changes a class in this way when a program makes the first object of the class. It then also sets the mark
+    `hooked`, so that no step is changed twice. But torch would change the DistributedOptimizer's class, and the hooks
+    must run around the step of its core, the base class with the algorithm alone.
+
+    classes: the core and its base classes.
     """
     core = next(cls for cls in classes if "step" in vars(cls))
     if not hasattr(core.step, "hooked"):
@@ -90,8 +107,8 @@ def call_hooks_around_step(classes):
 def closure_returns(loss, optimizer):
     """Within this context, pass `optimizer.step` a closure that returns `loss`, if `step` takes a closure.
 
-    A class may compute with the loss, as Polyak's step size does. A second call of the closure would leave the same
-    gradients, so a second call is an error.
+    An optimizer class may compute with the loss, as Polyak's step size does. A class that calls its closure a second
+    time expects new gradients. But gradients are averaged once per step, so a second call is an error.
     """
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         yield
@@ -99,7 +116,7 @@ def closure_returns(loss, optimizer):
     step = optimizer.step
 
     def step_with_loss():
-        losses = [loss]  # empty when the closure has been called
+        losses = [loss]  # the first call of the closure takes the loss out, so the second call finds an empty list
 
         def loss_once():
             if not losses:
@@ -109,13 +126,17 @@ def closure_returns(loss, optimizer):
 
         return step(loss_once)
 
-    with mock.patch.object(optimizer, "step", step_with_loss):  # afterwards, a step that a program has wrapped is back
+    # A program may have wrapped `optimizer.step`. The wrapped step is called, and afterwards is the step again.
+    with mock.patch.object(optimizer, "step", step_with_loss):
         yield
 
 
 @contextlib.contextmanager
 def without_global_hooks():
-    """Within this context, run no hooks for all optimizers: they run around our step, not the inner optimizer's."""
+    """Within this context, let torch's dicts of hooks for all optimizers be empty; afterwards they are as before.
+
+    An inner optimizer or a trial steps in this context, because the hooks are for the program's own steps.
+    """
     copies = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
     for hooks, _ in copies:
         hooks.clear()

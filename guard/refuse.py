@@ -1,7 +1,10 @@
-"""Refuses parameters that a stage can't train: names them in an error on every rank, before anything is changed.
+"""Refuses parameters and arguments that a stage can't work with.
 
-Examples are shared memory, several devices, different models on the ranks, and groups edited behind the optimizer's
-back. Shown by tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
+To refuse is to raise an error on every rank, before anything is changed. A *stage* is one of the four versions of the
+distributed optimizer: in stages 1 and 2 each rank updates whole parameters, in stages 3 and 4 pieces of parameters.
+
+Examples: parameters share memory, or are on several devices, or the ranks have different models. Shown by
+tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
 """
 
 import math
@@ -15,13 +18,20 @@ from .groups import checksum_of, first_difference, named_params, settings_of
 
 
 class ParamsReader(torch.optim.Optimizer):
-    """Reads parameters as torch does. It has no other use: torch replaces the `step` of a class that has an object."""
+    """Reads `params` and fills in hyperparameters as torch does. It never steps.
+
+    A class of its own, because torch changes the `step` of a class when the first object of the class is made.
+    """
 
 
 def checked_groups(optimizer, params, settings):
     """Return `params` as parameter groups with all hyperparameters, or raise an error on every rank. Collective.
 
+    It also sets `optimizer._leaves_grads`: whether the inner optimizer, which updates this rank's part of the
+    parameters, leaves their gradients as they are.
+
     Args:
+        optimizer: a distributed optimizer under construction, or one that gets a further group.
         params: what torch.optim.Optimizer takes: tensors, (name, tensor) pairs, or dicts with a "params" entry.
         settings: the stage's own arguments by name, which must be the same on every rank.
 
@@ -34,45 +44,50 @@ def checked_groups(optimizer, params, settings):
             the stage's `_refuse`; or the ranks disagree; or the stage's `_probe` refuses `optimizer_cls`.
     """
     process_group = optimizer._agreement_group
-    if not isinstance(process_group, (dist.ProcessGroup, int, type(None))):  # new_group() gives other ranks an int
+    # dist.new_group() returns an int on ranks outside of the group. The second check refuses it.
+    if not isinstance(process_group, (dist.ProcessGroup, int, type(None))):
         kind = type(process_group).__name__
         raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
     if dist.get_rank(process_group) < 0:
         raise RuntimeError(f"rank {dist.get_rank()} is not in process_group: build the optimizer on its ranks only")
     groups = []
     error = None
-    device = next(iter(backends_of(process_group)))  # any type of device whose tensors the group can send
+    device = next(iter(backends_of(process_group)))  # a type of device, such as "cpu", whose tensors the group can send
     try:
-        if isinstance(params, (set, frozenset)):  # torch refuses a set only inside a group
+        if isinstance(params, (set, frozenset)):  # torch refuses a set only as "params" of a group
             raise TypeError("params must come in the same order on every rank, and a set has no order: pass a list")
         defaults = optimizer.make_optimizer([{"params": []}]).defaults  # lr and so on
         groups = ParamsReader(params, defaults).param_groups
         named = named_params(groups)
-        if not named:  # as in torch, one group may be empty, but not all
+        if not named:  # as in torch, a group may be empty, but not all groups
             raise ValueError("the parameter list is empty: pass model.parameters()")
         _, first_param = named[0]
         if first_param.device.type == device:
             device = first_param.device  # the GPU with the model, if there are several
         check_params(named, optimizer._takes_dtensors)
-        stored = optimizer._refuse(named)
+        stored = optimizer._refuse(named)  # the stage's own checks. [(name, tensor that the stage stores), …]
         check_memory(stored, optimizer._takes_channels_last)
         settings = {name: str(value) for name, value in settings.items()}  # for the ranks to compare
         settings["average_over"] = divisor_of(optimizer.average_over, dist.get_world_size(process_group))
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
-            # An error shows the value, which has the name of the parameter. The key is any that is still free.
+            # If ranks differ, the error shows this text, which names the parameter. The key only has to be a new key.
             settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
         settings.update(settings_of(groups))
     except Exception as refusal:
-        error = refusal
+        error = refusal  # not raised yet, so that all ranks meet in agree(), which raises it on every rank
     agree(error, settings, process_group, device)
+    # `_probe` raises an error if the stage can't run this optimizer class.
     optimizer._leaves_grads = optimizer._probe(optimizer.make_optimizer, groups)
     return groups
 
 
 def callable_or_refusal(optimizer_cls):
-    """Return `optimizer_cls`. If it is no class, return a function that raises TypeError, for the ranks to agree on."""
+    """Return `optimizer_cls`; but if it is no class, return a function that raises TypeError.
+
+    So the error comes in `checked_groups`, where an error on one rank becomes an error on all ranks.
+    """
     def refuse(*_, **__):
         raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
                         f"{type(optimizer_cls).__name__}")
@@ -81,7 +96,10 @@ def callable_or_refusal(optimizer_cls):
 
 
 def backends_of(process_group):
-    """Return {device type: backend}, such as {"cpu": "gloo"}. A group that was made without a backend has several."""
+    """Return {device type: backend} of a group, such as {"cpu": "gloo"}.
+
+    If a program names no backend for a group, the group has a backend for each of several device types.
+    """
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
 
@@ -103,14 +121,19 @@ def check_params(named, takes_dtensors):
 
 
 def check_memory(named, takes_channels_last):
-    """Refuse tensors with gaps in memory, and tensors that share memory: one's update would overwrite the other's."""
+    """Raise ValueError if one of [(name, tensor), …] has gaps in memory, or if two of the tensors share memory.
+
+    If tensors share memory, the update of each tensor would overwrite the update of the other.
+    """
+    # Number of dimensions -> another layout that is allowed.
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d} if takes_channels_last else {}
     for name, tensor in named:
-        other_layout = channels_last.get(tensor.dim(), torch.contiguous_format)  # NCCL takes both
+        # NCCL can send tensors of the default layout and of this layout.
+        other_layout = channels_last.get(tensor.dim(), torch.contiguous_format)
         if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=other_layout):
             raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout, "
                              "by contiguous() or model.to(memory_format=torch.contiguous_format)")
-    # In the order of memory. data_ptr() is 0 for empty tensors and on the meta device.
+    # Sorted by address, so that only neighbours can overlap. data_ptr() is 0 for empty tensors and on the meta device.
     spans = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in named if tensor.data_ptr())
     for (start, n_bytes, name), (next_start, _, next_name) in zip(spans, spans[1:]):
         if next_start < start + n_bytes:
@@ -119,7 +142,9 @@ def check_memory(named, takes_channels_last):
 
 
 def divisor_of(average_over, n_ranks):
-    """Return the number by which gradients are divided: `average_over`, or its size if it is a group. None: `n_ranks`.
+    """Return the number by which sums of gradients are divided.
+
+    average_over: this number, or a process group whose size is this number. None: the number is `n_ranks`.
     """
     if average_over is None:
         return n_ranks
@@ -131,39 +156,49 @@ def divisor_of(average_over, n_ranks):
 
 
 def data_replaced(name):
-    """Return the error for a parameter whose values no longer lie where this optimizer updates them."""
+    """Return the error for the parameter `name`, whose values no longer lie in the memory that the optimizer updates.
+    """
     return RuntimeError(f"the data of parameter {name} was replaced, by model.to(), Trainer (see "
                         "docs/frameworks.md), share_memory(), vector_to_parameters() or another optimizer, and this "
                         "one steps the old: write into it with copy_(), or build the optimizer afterwards")
 
 
 def agree(error, settings, process_group, device):
-    """Raise on every rank if a rank has an `error`, or if the ranks have different `settings`. Collective."""
+    """Raise on every rank if a rank has an `error`, or if the ranks have different `settings`. Collective.
+
+    error: the exception of this rank, or None. A rank with an exception raises it; the other ranks raise an error with
+        the text of the first rank that has an exception.
+    settings: name -> number or text.
+    device: a device whose tensors the group can send.
+    """
     checksum = checksum_of(settings)
     report = torch.tensor([error is not None, checksum, -checksum], device=device)
-    # The largest of each. The smallest checksum is the negative of the largest -checksum.
+    # The all-reduce takes the maximum of each number. The smallest checksum is the negative of the largest -checksum.
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if failed:
-        # Other ranks raise a class of Python. A library's own class may be missing there, or may take other arguments.
+        # Other ranks raise an exception of one of these classes of Python, because a class of a library may be missing
+        # there, or its constructor may take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
-        own_report = None if error is None else (kind, str(error))
+        own_report = None if error is None else (kind, str(error))  # what this rank tells the others
         reports = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(reports, own_report, group=process_group)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         for rank, report_of_rank in zip(ranks, reports):
             if report_of_rank:
                 kind, text = report_of_rank
-                raise error or kind(f"rank {rank}: {text}")
+                raise error or kind(f"rank {rank}: {text}")  # each rank raises here, in the first turn with a report
+    # Checksums may also differ by the rounding of floats. Then first_difference() returns None.
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")
 
 
 def silence_torch():
-    """Silence two warnings of torch. Call this when an optimizer is built, so that an import changes no filter.
+    """Silence two warnings of torch. A constructor calls this function, so that an import changes no warning filter.
 
-    One warning asks for new names of two collectives, which releases before 2.13 lack. The other warning is about
-    GradScaler passing itself to `step`: only so can `step` tell the scaler about an inf on another rank.
+    One warning asks programs to call two collectives by new names, which torch before 2.13 doesn't have. The other
+    warning says that a later GradScaler won't pass itself to `step`. Until then `step` needs it, to tell the scaler
+    about an inf on another rank.
     """
     for message in (".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated",
                     "GradScaler is going to stop passing itself"):

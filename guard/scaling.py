@@ -1,8 +1,9 @@
 """Scales averaged gradients: clips them, or multiplies them by a factor.
 
-Each rank has a part of the gradients, and the norm is the norm of all parts. The clipping functions of torch.nn.utils,
-which Trainer, accelerate, Lightning and many loops call, read `param.grad`. There they would find no gradient, or a
-gradient that isn't averaged yet. So a call of them is an error. Shown by tests/stages/test_contract.py,
+In a distributed optimizer of this project each rank has a part of the averaged gradients of the model. Clipping needs
+the norm of all parts together. The clipping functions of torch.nn.utils, which Trainer, accelerate, Lightning and many
+loops call, read `param.grad`. There they would find no gradient, or a gradient that isn't averaged yet. So the second
+half of this file makes a call of these functions an error. Shown by tests/stages/test_contract.py,
 `test_clipping_equals_torch_on_the_whole_model`, tests/stages/test_users.py, `test_torchs_clipping_is_refused`,
 and for DTensors by tests/stages/test_dtensor.py.
 """
@@ -19,21 +20,27 @@ from .hooks import owners_of, untraced
 from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
-# Each of CLIPS is a wrapper that torch.no_grad has made. Its closure cell holds the function that clips. `watch_torch`
-# replaces the content of the cell, so that programs which have imported the wrapper by name are checked, too.
+# Each of CLIPS is a wrapper that torch.no_grad has made. The wrapper's closure has one cell, which holds the function
+# that clips. `watch_torch` replaces the content of the cell, and leaves the wrapper as it is. So it also reaches
+# programs that have imported the wrapper by name.
+# If another release of torch makes them without a closure (None), there are too few cells, which is an error.
 CELLS = [cell for function in CLIPS for cell in function.__closure__ or ()]
 if len(CELLS) != len(CLIPS):
     raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
-ALIVE: set[int] = set()  # ids of all DistributedOptimizers that exist
+ALIVE: set[int] = set()  # ids of all DistributedOptimizers that exist; `watch_torch` adds to it, `unwatch` removes
 
 
 def total_norm(optimizer, norm_type):
     """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective.
 
-    The norm of a whole is the norm of the norms of its parts. The ranks of the process group have the parts of a
-    gradient. A DTensor's gradient is also cut over the ranks of other process groups, its mesh groups.
+    The norm of a vector is the norm of the norms of its parts. The ranks of the optimizer's process group have the
+    parts of each gradient. The gradient of a DTensor is also cut over the ranks of other process groups, the groups of
+    its device mesh.
+
+    A *main parameter* is a tensor that this rank updates: a parameter or a piece of it. Its `grad` is averaged.
+    `optimizer.state`, a ByParameter of states.py, has lists of the main parameters.
     """
-    # A norm of type 0 counts tensors. A shard doesn't know how many tensors it has parts of.
+    # torch's norm of type 0 counts tensors. A rank can't tell how many tensors its parts belong to.
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, shards can't tell the number of tensors")
     norms = []
@@ -42,18 +49,24 @@ def total_norm(optimizer, norm_type):
         grads = [main.grad for main in main_params if main.grad is not None]
         if not grads:
             grads = [torch.zeros(1, device=state.device)]  # because torch's norm of an empty list is on the CPU
+        # First compute the norm of this rank's parts. Then, for one group after the other, gather the norms of the
+        # group's ranks, and compute the norm of these norms.
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(state.norm_dtype)
         for group in (optimizer.process_group, *mesh_groups):
             norm = torch.linalg.vector_norm(tensors_of_ranks(norm, group), float(norm_type))
         norms.append(norm)
     norm = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    # The ranks of a mesh may have rounded the sum differently, but all ranks must clip by the same number.
     for group in state.mesh_groups:
-        norm = tensors_of_ranks(norm, group).max()  # ranks may round the sum differently, and all ranks must clip alike
+        norm = tensors_of_ranks(norm, group).max()
     return norm
 
 
 def tensors_of_ranks(tensor, group):
-    """Return the `tensor` of each rank, (d, …). Callers reduce the result: a collective's own MAX may lose a nan."""
+    """Return a tensor of shape (d, …) with the `tensor` of each of the d ranks of the group. Collective.
+
+    Callers compute the norm or the maximum of the result, because an all-reduce with MAX may lose a nan.
+    """
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group=group)
     return gathered
@@ -62,13 +75,16 @@ def tensors_of_ranks(tensor, group):
 def multiply_grads(params, factor):
     """Multiply the gradients of `params` by `factor`, in place."""
     grads = [param.grad for param in params if param.grad is not None]
-    if grads:  # torch refuses an empty list, and a rank may own nothing
+    if grads:  # a rank may own no parameters, and torch's function refuses an empty list
         torch._foreach_mul_(grads, factor)
 
 
 def clip_grads(params, max_norm, norm, error_if_nonfinite):
-    """Scale the gradients of `params` by max_norm / norm, if this factor is below 1, as torch does. Returns norm."""
-    if error_if_nonfinite and not norm.isfinite():  # all ranks have the same norm
+    """Multiply the gradients of `params` by max_norm / norm if this factor is below 1, as torch does. Return `norm`.
+
+    norm: the norm of the gradients on all ranks, so all ranks have the same number.
+    """
+    if error_if_nonfinite and not norm.isfinite():  # so all ranks raise
         raise RuntimeError(f"the norm of all gradients is {norm.item()}: zero_grad() gives this step up")
     multiply_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
@@ -78,11 +94,12 @@ def clip_grads(params, max_norm, norm, error_if_nonfinite):
 def refuse_unseen(clip_name, params):
     """Raise RuntimeError if torch.nn.utils' function `clip_name` wouldn't find averages in the `grad` of `params`.
 
-    A rank may clip its own gradients by value on purpose, so clip_grad_value_() is a warning.
+    A program may clip each rank's own gradients by value on purpose, so for clip_grad_value_() this is a warning.
 
-    An optimizer, or its buffer, has a hook on each of its parameters. It says in `_param_grad_holds` what `param.grad`
-    holds: "averages"; "own", the gradient of this rank; or "nothing". A parameter has two such owners if a program has
-    built a newer optimizer on it.
+    The owners of a parameter are the optimizers, or buffers of optimizers, that have a gradient hook on it. There are
+    two if a program has built a newer optimizer on the parameter. The attribute `_param_grad_holds` of an owner says
+    what is in `param.grad`: "averages"; "own", the gradient of this rank; or "nothing". The method `_is_moved` of an
+    owner in stage 4 says whether a program has replaced `param.data`, which the optimizer can't update then.
     """
     for param in params:
         owners = owners_of(param)
@@ -90,13 +107,16 @@ def refuse_unseen(clip_name, params):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-        # Where an owner keeps "nothing" in `param.grad`, a gradient there isn't averaged: no_sync() has left it, say.
+        # Even where `param.grad` should hold "nothing" there may be a gradient, which isn't averaged. For example, a
+        # backward pass in no_sync() has left it there, to be sent later.
         is_local = "averages" not in holds and not holds.isdisjoint(["own", "nothing"])
         finds_own = param.grad is not None and is_local
         if finds_own and clip_name == "clip_grad_value_":
-            # One warning is enough for all parameters. The fourth caller is the user's code.
+            # One warning is enough for all parameters. With this stacklevel it names the line of the program. That line
+            # has called torch's wrapper, which calls clip_or_refuse(), which calls the wrapper that `untraced` has made
+            # of this function.
             warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
-                          "finish_grad_sync() of the DistributedOptimizer first", stacklevel=4)
+                          "finish_grad_sync() of the DistributedOptimizer first", stacklevel=5)
             return
         if finds_none or finds_own:
             finding = "no gradient" if finds_none else "this rank's own gradient, not the average,"
@@ -105,28 +125,33 @@ def refuse_unseen(clip_name, params):
 
 
 def refusing(clip):
-    """Return a function that calls `refuse_unseen` and then torch's function `clip`; `unwatch` finds `__wrapped__`."""
+    """Return a function that calls `refuse_unseen` and then torch's function `clip`.
+
+    functools.wraps notes `clip` as the returned function's `__wrapped__`, which `unwatch` reads.
+    """
     @functools.wraps(clip)
     def clip_or_refuse(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        refuse_unseen(clip.__name__.lstrip("_"), parameters)  # torch defines _clip_grads_with_norm_
+        # Without a leading underscore, because torch's clip_grads_with_norm_ is defined as _clip_grads_with_norm_.
+        refuse_unseen(clip.__name__.lstrip("_"), parameters)
         return clip(parameters, *args, **kwargs)
 
     return clip_or_refuse
 
 
 def watch_torch(optimizer):
-    """Change functions of torch until the last DistributedOptimizer is gone.
+    """Change functions of torch until the last DistributedOptimizer is gone. The constructor of `optimizer` calls this.
 
-    The clipping functions call `refuse_unseen` first. And model.zero_grad() becomes the function of dropping.py, which
-    also drops gradients that aren't in param.grad.
+    The clipping functions then call `refuse_unseen` first. And model.zero_grad() becomes the function of dropping.py,
+    which also drops gradients that aren't in param.grad.
     """
     if not ALIVE:
         for cell in CELLS:
             cell.cell_contents = refusing(cell.cell_contents)
         torch.nn.Module.zero_grad = zero_grad
     ALIVE.add(id(optimizer))
-    weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False  # no program clips while Python ends
+    # Call unwatch() when `optimizer` is gone. Not at exit, because no program clips while Python ends.
+    weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
 
 
 def unwatch(optimizer_id):

@@ -1,9 +1,15 @@
-"""Finds out which state an optimizer keeps: to make entries on a rank without state, and to check a state_dict.
+"""Finds out, by one step on trial, which state an optimizer class keeps for a parameter.
 
-A fused kernel reads as many elements of a moment as the parameter has. If the moment that a program loads is smaller,
-the kernel reads foreign memory. So a second optimizer runs one step on a parameter of the same shape, a FakeTensor if
-possible, and shows the right shape. Every rank finds the same entries, without a message. Shown by
-tests/checkpoint/test_schema.py.
+The state of a parameter is a dict. Its *entries* are, for example, "exp_avg", a moment, and "step". A *Schema*
+describes the entries. It is used in two situations:
+
+- A rank has no state of a parameter, because it has taken no step yet or because another rank updates the parameter.
+  But all ranks must save entries of the same names. By a trial every rank finds the same names without a message.
+- A program loads a state. A fused kernel reads as many elements of a moment as the parameter has. If the loaded moment
+  is smaller, the kernel reads memory of something else. So the state is compared with the Schema before it is loaded.
+
+The trial makes a second optimizer of the class, which steps a parameter of the same shape: a FakeTensor, which has no
+memory, if the class can step it. Shown by tests/checkpoint/test_schema.py.
 """
 
 import copy
@@ -15,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .hooks import without_global_hooks
 
-# Dtypes that an optimizer computes with: a load converts a tensor from one to another.
+# Dtypes that an optimizer computes with. torch's load_state_dict() converts a tensor from any of them to another.
 COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-TRIED: dict[tuple, "Schema | None"] = {}  # kind of optimizer and parameter -> its schema, since a trial takes 80 ms
+# Kind of optimizer and parameter -> what the trial has shown. schema_of() fills it, since a trial takes 80 ms.
+TRIED: dict[tuple, "Schema | None"] = {}
 
 
 class Spec(NamedTuple):
@@ -30,22 +37,24 @@ class Spec(NamedTuple):
 
 
 class Schema(NamedTuple):
-    """Describes the state that an optimizer keeps for a parameter, as a trial step has shown it."""
-    entries: dict  # name -> value after the step; in place of a tensor its Spec
+    """Describes the state that an optimizer class keeps for a parameter, as a step on trial has shown it."""
+    entries: dict  # name of an entry -> its value after the step, or a Spec if the value is a tensor
     from_start: bool  # whether there is a state before the first step, as in Adagrad
-    shape: tuple  # of the parameter that was stepped
+    shape: tuple  # shape of the parameter that was stepped on trial
 
 
 def with_specs(state):
-    """Return `state` with a Spec in place of each tensor."""
+    """Return a copy of the dict `state` with a Spec in place of each tensor."""
     return {name: Spec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in state.items()}
 
 
 def schema_of(make_optimizer, options, shape, dtype, device) -> Schema | None:
-    """Return the Schema for a parameter of this shape, dtype and device, with the hyperparameters `options`.
+    """Return the Schema for a parameter of this shape, dtype and device, in a group with the hyperparameters `options`.
 
     None: the class can't update one parameter alone.
+
+    make_optimizer: functools.partial of the optimizer class with its arguments, which takes parameter groups.
     """
     settings = repr((make_optimizer.keywords, with_sign_of_lr(options)))
     key = make_optimizer.func, settings, tuple(shape), dtype, device
@@ -55,15 +64,19 @@ def schema_of(make_optimizer, options, shape, dtype, device) -> Schema | None:
 
 
 def with_sign_of_lr(options):
-    """Return hyperparameters with `lr > 0` in place of lr, so that a schedule needs no new trial of each learning rate.
+    """Return a copy of the hyperparameters with `lr > 0`, a bool, in place of lr.
+
+    It is a part of the key in TRIED, so that a schedule doesn't need a new trial for each learning rate.
     """
     rates = {key: options.get(key) for key in ("lr", "initial_lr")}
-    return options | {key: rate > 0 for key, rate in rates.items() if type(rate) is float}  # a tensor may be on a GPU
+    # A rate that is a tensor stays, because it may be on a GPU.
+    return options | {key: rate > 0 for key, rate in rates.items() if type(rate) is float}
 
 
 def try_step(make_optimizer, options, shape, dtype, device):
     """Step a parameter of this shape, dtype and device. Return the Schema, or None if the step fails."""
-    # Fake tensors take no memory. Some optimizers need real values, so the second context has no effect.
+    # FakeTensorMode makes tensors without memory. Some optimizers need real values. For them the step is tried again in
+    # the second context, which stands for no context: stepped_alone() enters no_grad() anyway.
     for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
             own_options = copy.deepcopy(options)
@@ -71,8 +84,8 @@ def try_step(make_optimizer, options, shape, dtype, device):
                 param = torch.zeros(shape, dtype=dtype, device=device)
                 state, from_start = stepped_alone(make_optimizer, own_options, param)
                 return Schema(with_specs(state), from_start, tuple(shape))
-        except Exception as failure:  # a class may need a closure, or matrices
-            reason_of(failure)  # raises it again if it has another cause
+        except Exception as failure:  # the class can't do this step: it needs a closure, or a matrix, for example
+            reason_of(failure)  # raises the failure again if the class isn't to blame
     return None
 
 
@@ -87,19 +100,25 @@ def stepped_alone(make_optimizer, options, param):
 
 
 def reason_of(failure):
-    """Return the text of a failure in a trial. Raises the failure again if the class isn't to blame, as without memory.
+    """Return a text about an exception in a trial. Raise the exception if something else is to blame than the class.
+
+    For example, there is not enough memory.
     """
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
-    if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):  # torch's RuntimeError: no memory
+    # If the CPU has no memory left, torch raises a RuntimeError that names its allocator.
+    if isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure):
         raise failure
     return f"{type(failure).__name__}: {failure}"
 
 
 def fresh_state(make_optimizer, options, main):
-    """Return a state for `main` as before its first step: made by a step with a gradient of zeros, with a count of 0.
+    """Return a state for the parameter `main` as if it had not been stepped: moments of zeros, and a count of 0.
 
-    {}: the step fails. Another optimizer steps a copy of `main`, so no tensor of the program changes. (torch steps the
-    program's own optimizer so, before it loads a state.) The step has no weight decay, which would fill a momentum.
+    A second optimizer steps a copy of `main` with a gradient of zeros, so no tensor of the program changes. The weight
+    decay is 0 in this step, because it would make a momentum other than zero. Then the count is set to 0. (torch, too,
+    takes a step with gradients of zeros before it loads a state, but with the program's own optimizer.)
+
+    Returns {} if the step fails.
     """
     own_options = copy.deepcopy(options)
     if "weight_decay" in own_options:
@@ -118,7 +137,10 @@ def fresh_state(make_optimizer, options, main):
 
 
 def check_state(schema, state, shape, name):
-    """Raise ValueError unless the `state` of a parameter of this shape is empty or fits the schema."""
+    """Raise ValueError unless the `state` of a parameter of this shape is empty or fits the schema.
+
+    name: a text for the message. An empty state doesn't fit if the class makes a state in its constructor.
+    """
     if schema is None or not (state or schema.from_start):
         return
     if not schema.entries.keys() <= state.keys():
@@ -128,15 +150,17 @@ def check_state(schema, state, shape, name):
     for key, value in with_specs(state).items():
         entry = schema.entries.get(key)
         if not fits(entry, value, schema.shape, tuple(shape)):
-            expected = "a scalar, or of the parameter's shape" if entry is None else entry  # a Spec has a text
+            expected = "a scalar, or of the parameter's shape" if entry is None else entry  # str() describes a Spec
             raise ValueError(f"{key!s:.60} in the state of {name} is of another optimizer: {value!s:.60}, not "
                              f"{expected!s:.60}")
 
 
 def fits(entry, value, trial_shape, shape):
-    """Return whether `value`, a Spec or no tensor, may be in the state of a parameter of `shape`, in place of `entry`.
+    """Return whether the state of a parameter of `shape` may have `value` where the trial step has made `entry`.
 
-    entry: of a Schema, for a parameter of `trial_shape`. None: a later step makes the entry, as with slow weights.
+    value: a Spec in place of a tensor, or any value that is no tensor.
+    entry: from the Schema of a parameter of `trial_shape`, also a Spec or a value that is no tensor. None: the trial
+        step has made no entry of this name. Then a later step makes it. For example, some classes keep slow weights.
     """
     if entry is None:
         return not isinstance(value, Spec) or value.shape in ((), shape)

@@ -1,9 +1,15 @@
-"""Makes the state_dict of a sharded optimizer in torch's form, and loads one. A tensor that is cut is a FlatShard.
+"""Makes a state_dict in torch's form of an optimizer whose state is spread over ranks, and loads such a state_dict.
+
+In the distributed optimizers of this project each rank updates a part of the parameters by an *inner optimizer*, such
+as torch's AdamW. The tensor that the inner optimizer steps is a *main parameter*: a parameter, or a flat piece of it,
+in fp32 if the parameter has 16 bits. The rank has a state for its main parameters only. The state of a parameter is a
+dict with *entries*, such as "exp_avg". An entry is *cut* if each rank has its elements for its own part only. In the
+state_dict a cut entry is a FlatShard: a tensor that looks like the whole, and has the elements of this rank.
 
 Situation: torch's get_state_dict() and set_state_dict(), accelerate and Lightning save an optimizer by its state_dict.
-The state of a parameter has *entries*, such as "exp_avg". All ranks have entries of the same names, whether they update
-a parameter or not. A rank learns the names without a message: schema.py steps the optimizer's class on trial, and
-returns a Schema, a description of the entries. No tensor is copied. Shown by tests/checkpoint/test_torch.py.
+All ranks must have entries of the same names, whether they update a parameter or not. A rank learns the names without a
+message: schema.py steps the optimizer's class on trial, and returns a Schema, a description of the entries. No tensor
+is copied. Shown by tests/checkpoint/test_torch.py.
 """
 
 import copy
@@ -22,57 +28,63 @@ from .states import MAIN_PARAM
 
 
 class Part(NamedTuple):
-    """What this rank updates: the flat elements `start` to `stop` of a parameter, or of the local part of a DTensor."""
+    """What this rank updates of a parameter, or of the *local part* of a parameter that is a DTensor.
+
+    It updates the flat elements `start` to `stop`. On a rank that updates no element, start == stop.
+    """
 
     label: str  # "parameter " and its name, for messages
     param: torch.Tensor
     main: Any  # the main parameter, which the inner optimizer steps. None: this rank updates no element
     start: int
     stop: int
-    offsets: tuple  # where the local part of a DTensor begins in the whole
-    sizes: tuple  # shape of the local part
-    is_replica: bool  # whether another rank has the same local part, and writes it
+    offsets: tuple  # where the local part begins in the whole parameter
+    sizes: tuple  # shape of the local part. A plain tensor is its own local part
+    is_replica: bool  # whether another rank has the same local part, and writes it into a checkpoint
     options: dict  # hyperparameters of the parameter's group
-    schema: Schema | None  # of the parameter's state. None: the class can't step one parameter alone
-    dtype: torch.dtype  # of the main parameter
-    gather: Any  # function: a value of this rank -> the values of all ranks that have parts; FlatShards need it
+    schema: Schema | None  # describes the parameter's state. None: the class can't step one parameter alone
+    dtype: torch.dtype  # dtype of the main parameter
+    gather: Any  # collective function: value of this rank -> values of all ranks with parts, for FlatShard.full_tensor
 
     @property
     def has_one_owner(self):
-        """Return whether one rank updates the whole parameter, or local part, as in stages 1 and 2."""
+        """Return whether one rank updates the whole parameter, or the whole local part, as in stages 1 and 2."""
         stepped_shape = self.schema.shape if self.schema else self.main.shape
-        return stepped_shape == self.sizes  # flat pieces are stepped in another shape
+        return stepped_shape == self.sizes  # a flat piece of a parameter is stepped in another shape
 
     def shard(self, elements):
-        """Return a FlatShard of `elements`: this rank's part of a tensor with the parameter's shape."""
+        """Return a FlatShard with `elements`, this rank's part of a tensor that has the parameter's shape."""
         return FlatShard(self.param.shape, self.start, self.stop, elements.detach().reshape(-1), self.offsets,
                          self.sizes, self.is_replica, self.gather)
 
     def is_cut(self, name, value):
-        """Return whether the entry `name` is cut: it has an element for each element of the parameter, as moments do.
+        """Return whether the entry `name` is cut, because it has an element for each element of the parameter.
 
-        value: this rank's tensor, or its Spec.
+        Moments are cut, for example. value: this rank's tensor, or a Spec, which has its shape and dtype.
         """
         if name == "step":  # torch's name for a count of steps, which may have the shape of a scalar parameter
             return False
         entry = self.schema.entries.get(name) if self.schema else None
-        if entry is None:  # a later step than the trial step makes this entry
+        if entry is None:  # the step on trial has not made this entry, but a later step of the optimizer has
             return value.shape in (self.main.shape, self.param.shape)
         return isinstance(entry, Spec) and entry.shape == self.schema.shape
 
 
 def parts_of(optimizer) -> list[Part]:
-    """Return the Part of each parameter, in the order of the groups."""
+    """Return a list with the Part of each parameter, in the order of the groups."""
+    # id of a parameter of which this rank updates a piece -> (main parameter, start, stop).
     piece_of = {id(param): (main, start, stop) for param, start, stop, main in optimizer.pieces()}
     mesh_groups = other_mesh_groups(optimizer)
+    # For each parameter the hyperparameters of its group.
     options_of_each = [hyperparameters(group) for group in optimizer.param_groups for _ in group["params"]]
     parts = []
     for (name, param), options in zip(named_params(optimizer.param_groups), options_of_each):
         main, start, stop = piece_of.get(id(param), (None, 0, 0))
         offsets, sizes = box_of(param)
-        groups_with_parts = mesh_groups_of(param)  # the ranks of each of these have different parts of a DTensor
+        # The ranks of each of these groups have different parts of a DTensor. In any other group they have copies.
+        groups_with_parts = mesh_groups_of(param)
         groups_with_copies = [group for group in mesh_groups if group not in groups_with_parts]
-        is_replica = any(dist.get_rank(group) > 0 for group in groups_with_copies)  # the first rank of each writes
+        is_replica = any(dist.get_rank(group) > 0 for group in groups_with_copies)  # each group's first rank writes
         shape, dtype = optimizer._stepped_as(param)
         schema = schema_of(optimizer.make_optimizer, options, shape, dtype, param.device)
         gather = gather_over([optimizer.process_group, *groups_with_parts])
@@ -82,7 +94,7 @@ def parts_of(optimizer) -> list[Part]:
 
 
 def other_mesh_groups(optimizer):
-    """Return the process groups of the DTensors' meshes, without the optimizer's own process group."""
+    """Return the process groups of the device meshes of DTensors, without the optimizer's own process group."""
     meshes = dict.fromkeys(param.device_mesh for param in all_params(optimizer) if hasattr(param, "device_mesh"))
     own_ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
@@ -90,23 +102,24 @@ def other_mesh_groups(optimizer):
 
 
 def box_of(param):
-    """Return (offsets, sizes): where the local part of a DTensor begins in the whole, and its shape.
+    """Return (offsets, sizes): where the local part of `param` begins in the whole, and the shape of the local part.
 
-    A plain tensor counts as its own local part.
+    If `param` is no DTensor, the local part is `param` itself.
     """
     if not hasattr(param, "placements"):
         return (0,) * param.dim(), tuple(param.shape)
     for placement in param.placements:
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ValueError(f"a DTensor with placement {placement} isn't one box: only Shard and Replicate are kept")
-    (chunk,) = param.__create_chunk_list__()  # what DTensor tells torch.distributed.checkpoint
+    (chunk,) = param.__create_chunk_list__()  # a method for torch.distributed.checkpoint. A "chunk" is a local part
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def gather_over(groups):
-    """Return a collective function: value -> list of the values of all ranks that have a part of the tensor.
+    """Return a collective function: value of this rank -> list of the values of all ranks that have a part of a tensor.
 
-    After the first group each rank has the values of that group's ranks. It gathers these lists over the next group.
+    After the first group each rank has the values of all ranks of its own first group. It then gathers the lists of all
+    ranks of its second group, and so on.
     """
     def gather(value):
         values = [value]
@@ -122,13 +135,15 @@ def gather_over(groups):
 
 
 def state_dict_of(optimizer, with_fresh=True):
-    """Return {"state": {index: {name: value}}, "param_groups": […], "n_steps": …}, as torch's optimizers do.
+    """Return {"state": {index: {name: value}}, "param_groups": […], "n_steps": …}. Not collective.
 
-    `n_steps` is the number of steps taken. `load_state_dicts` compares it between the ranks.
-    with_fresh: whether a parameter that has no state yet gets entries as before its first step. torch needs them to
-        load.
+    torch's optimizers return the first two. `n_steps` is the number of steps that were taken. `load_state_dicts`
+    compares it between the ranks.
+
+    with_fresh: whether a parameter without a state gets the *fresh* entries that an optimizer has before its first
+        step. torch needs them, because torch.distributed.checkpoint loads only entries that are there.
     """
-    # As in torch, a state that the class keeps under a key that is no parameter is saved, too.
+    # An optimizer class may keep a state under a key that is no parameter. As in torch, it is saved, too.
     state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for index, part in enumerate(parts_of(optimizer)):
         entries = entries_of(optimizer, part, with_fresh)
@@ -141,36 +156,40 @@ def state_dict_of(optimizer, with_fresh=True):
 def entries_of(optimizer, part, with_fresh):
     """Return the entries of a parameter's state, name -> value. None: the parameter is frozen or was never stepped.
 
-    If this rank has no state yet, the entries are fresh. A rank that updates no element of the parameter returns
-    FlatShards without elements, also for entries that aren't cut, such as "step". Of plain values
-    torch.distributed.checkpoint would write any rank's, maybe the value of a rank that doesn't step the parameter.
+    If this rank has no state yet, the entries are fresh, as before a first step, or None if `with_fresh` is False.
+
+    A rank that updates no element of the parameter returns FlatShards without elements, also for entries that aren't
+    cut, such as "step". If it returned a plain value, torch.distributed.checkpoint, which writes one rank's plain
+    value, might write the value of this rank, which doesn't step the parameter.
     """
     may_be_fresh = part.param.requires_grad and with_fresh
-    if not part.param.numel():  # no rank owns an element, so every rank returns the same fresh state
+    if not part.param.numel():  # a parameter without elements: no rank updates it, so all return the same fresh state
         param = part.param.detach().to(part.dtype)
         return fresh_state(optimizer.make_optimizer, part.options, param) if may_be_fresh else None
     if part.start == part.stop:
         return empty_entries(part)
     state = optimizer.optimizer.state.get(part.main, {})
-    keeps_nothing = part.schema and not part.schema.entries  # such as SGD without momentum
+    keeps_nothing = part.schema and not part.schema.entries  # for example, SGD without momentum has no state
     if not state and not keeps_nothing:
         if not may_be_fresh:
             return None
         state = fresh_state(optimizer.make_optimizer, part.options, part.main)
     entries = {name: saved_value(part, name, value) for name, value in state.items()}
-    if part.dtype != part.param.dtype:
+    if part.dtype != part.param.dtype:  # the main parameter is an fp32 copy, so it is an entry, too
         entries[MAIN_PARAM] = part.shard(optimizer._main_to_save(part.main))
     return entries
 
 
 def empty_entries(part):
-    """Return the entries of a parameter that other ranks update: FlatShards without elements, by names of the schema.
+    """Return the entries of a parameter that only other ranks update: name in the schema -> FlatShard without elements.
+
+    None: the parameter is frozen, or the class can't step one parameter alone.
     """
     if part.schema is None or not part.param.requires_grad:
         return None
     entries = {}
     for name, value in part.schema.entries.items():
-        spec = value if isinstance(value, Spec) else Spec((), torch.float32)  # in place of a number
+        spec = value if isinstance(value, Spec) else Spec((), torch.float32)  # a scalar tensor for a number
         shape = part.param.shape if part.is_cut(name, value) else spec.shape
         entries[name] = FlatShard(shape, 0, 0, torch.empty(0, dtype=spec.dtype, device=part.param.device),
                                   gather=part.gather)
@@ -180,19 +199,21 @@ def empty_entries(part):
 
 
 def saved_value(part, name, value):
-    """Return the form in which a state_dict has `value`, the entry `name` of the state of this rank's part.
+    """Return what the state_dict has for `value`, the entry `name` of the state of this rank's part.
 
-    Raises ValueError: each rank may have another value, and the state of the whole parameter has room for one.
+    Raises ValueError: `value` is not cut, each rank with a part of the parameter may have another value, and the state
+    of the whole parameter can only have one of them.
     """
     if isinstance(value, torch.Tensor):
         if part.is_cut(name, value):
             return part.shard(value)
         if value.numel() == 1:
             return value.detach()
-        if part.has_one_owner:
+        if part.has_one_owner:  # a FlatShard with all elements
             return FlatShard(value.shape, 0, value.numel(), value.detach().reshape(-1), gather=part.gather)
     elif part.has_one_owner or not isinstance(value, (dict, list, tuple)):
         return as_python(value)
+    # Several ranks have parts of the parameter, and each of these ranks has a value of this kind.
     raise ValueError(f"the state of {part.label} has {name}, neither a scalar nor a tensor of the parameter's shape: "
                      "stages 1 and 2 can save it, since there each parameter has one owner")
 
@@ -201,18 +222,20 @@ def saved_value(part, name, value):
 
 
 class PreparedLoad(NamedTuple):
-    """Everything that a load changes, computed before the first change."""
+    """Everything that a load changes, computed before the first change. `install` makes the changes."""
 
-    main_params: list  # (main parameter, its new value)
-    inner: Any  # a copy of the inner optimizer that has the new state
+    main_params: list  # [(main parameter, its new value), …]
+    inner: Any  # a copy of the inner optimizer, which has the new state
     options: list[dict]  # for each group its new hyperparameters
-    n_steps: int
+    n_steps: int  # the number of steps taken when the state_dict was made
 
 
 def load_state_dicts(optimizers, state_dicts, process_group):
-    """Load each of `state_dicts` into one of `optimizers`, or raise on every rank before anything changes. Collective.
+    """Load the first of `state_dicts` into the first of `optimizers`, and so on. Collective.
 
-    process_group: all ranks that call this; an optimizer may be on fewer ranks.
+    If a rank can't load, every rank raises an error before anything changes.
+
+    process_group: all ranks that call this function. An optimizer may be on some of these ranks only.
     """
     first_error = None
     prepared_loads = []
@@ -220,9 +243,9 @@ def load_state_dicts(optimizers, state_dicts, process_group):
     for optimizer, state_dict in zip(optimizers, state_dicts):
         try:
             prepared_loads.append(prepared_on_all_ranks(optimizer, state_dict, device))
-        except Exception as error:  # go on: other ranks may be without this optimizer, and wait in the agree() below
+        except Exception as error:  # not raised yet: a rank without this optimizer doesn't know, and waits in agree()
             first_error = first_error or error
-    if len(optimizers) > 1:
+    if len(optimizers) > 1:  # tell all ranks. (With one optimizer, its ranks have agreed already.)
         agree(first_error, {}, process_group, device)
     elif first_error:
         raise first_error
@@ -233,22 +256,22 @@ def load_state_dicts(optimizers, state_dicts, process_group):
 
 
 def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
-    """Return this rank's PreparedLoad. Raises on every rank of the optimizer if one of them can't load. Collective."""
+    """Return this rank's PreparedLoad. If a rank of the optimizer can't load, all its ranks raise. Collective."""
     error = None
     settings = {}
     try:
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(optimizer, dict(state_dict)) or state_dict  # a hook may return another one
+            state_dict = hook(optimizer, dict(state_dict)) or state_dict  # a hook may return a state_dict, or None
         prepared = prepared_load(optimizer, state_dict)
         settings = {**settings_of(prepared.options), "n_steps": float(prepared.n_steps)}
     except Exception as failure:
         error = failure
-    agree(error, settings, optimizer._agreement_group, device)
+    agree(error, settings, optimizer._agreement_group, device)  # raises if this rank, or another rank, has an error
     return prepared
 
 
 def prepared_load(optimizer, state_dict) -> PreparedLoad:
-    """Return all changes that loading `state_dict` makes, without making them.
+    """Return the changes that loading `state_dict` makes on this rank, without making them. Not collective.
 
     Raises ValueError: `state_dict` is of another optimizer, or has elements that other ranks update.
     """
@@ -264,25 +287,27 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != own_sizes:
         raise ValueError(f"this state_dict has groups of {saved_sizes} parameters, this optimizer has {own_sizes}")
-    keys = [key for group in saved_groups for key in group["params"]]  # indices, or names in the same order
+    # For each parameter its key in `states`: an index or a name. The order is that of this optimizer's parameters.
+    keys = [key for group in saved_groups for key in group["params"]]
     for key in states.keys() - set(keys):
         if not isinstance(key, str):
             raise ValueError(f"this state_dict has a state of {key!r}, which is in none of its groups")
     main_params = []  # (main parameter, its new value)
     state_of = {}  # main parameter -> its new state
     for key, part in zip(keys, parts_of(optimizer)):
-        if part.start == part.stop:
+        if part.start == part.stop:  # this rank updates nothing of the parameter
             continue
         entries = states.get(key, {}).items()
         state = {name: loaded_value(part, name, value) for name, value in entries if not is_missing(value)}
         main_param = state.pop(MAIN_PARAM, None)
         if part.dtype != part.param.dtype:
-            if main_param is None:  # a plain torch optimizer has none: start from the 16-bit parameter
+            if main_param is None:  # made by a plain torch optimizer, without main parameters: use the 16-bit parameter
                 local_param = getattr(part.param, "_local_tensor", part.param).detach()
                 main_param = local_param.reshape(-1)[part.start : part.stop]
             main_params.append((part.main, checked_main_param(part, main_param)))
         check_state(part.schema, state, part.main.shape, part.label)
         state_of[part.main] = {name: with_strides_of(part.main, value) for name, value in state.items()}
+    # States that the class keeps under keys that are no parameters.
     of_no_parameter = {key: states[key] for key in states.keys() - set(keys)}
     options = [copy.deepcopy(hyperparameters(group)) for group in saved_groups]
     inner = inner_with(optimizer.optimizer, state_of, of_no_parameter, options)
@@ -290,14 +315,14 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
 
 
 def is_missing(value):
-    """Return whether `value` is an empty dict, which torch puts in place of an entry that a file hasn't."""
+    """Return whether `value` is an empty dict. torch puts an empty dict in place of an entry that isn't in a file."""
     return isinstance(value, dict) and not value
 
 
 def loaded_value(part, name, value):
-    """Return the new value of the entry `name` in the state of this rank's part, from its `value` in a state_dict.
+    """Return the new value of the entry `name` in the state of this rank's part. `value`: the entry in a state_dict.
 
-    A tensor of the whole parameter is cut.
+    If `value` is a tensor for the whole parameter, this rank's part is cut out of it.
     """
     if isinstance(value, FlatShard):
         if value.was_broadcast:
@@ -305,6 +330,7 @@ def loaded_value(part, name, value):
                              "DTensors alone: call checkpoint.full_state_dict(optimizer)")
         if value.place == (tuple(part.param.shape), part.offsets, part.sizes, part.start, part.stop):
             return value.local.view(part.main.shape)
+        # A FlatShard may also have all elements of its whole, for example if the entry isn't cut.
         is_complete = value.local.numel() == value.numel() > 0
         if not is_complete:
             raise ValueError(f"{name} of {part.label} has elements {value.start} to {value.stop}, this rank needs "
@@ -334,7 +360,9 @@ def checked_main_param(part, value):
 
 
 def with_strides_of(main, value):
-    """Return `value`, with the strides of `main` if it is a tensor of this shape, because fused kernels ignore strides.
+    """Return `value`; but if it is a tensor of the shape of `main`, return it with the strides of `main`.
+
+    A fused kernel ignores strides, so it would combine elements of `value` with other elements of `main`.
     """
     if not isinstance(value, torch.Tensor) or value.shape != main.shape or value.stride() == main.stride():
         return value
@@ -344,18 +372,21 @@ def with_strides_of(main, value):
 def inner_with(inner, state_of, of_no_parameter, options):
     """Return a copy of the optimizer `inner` that has loaded other states and hyperparameters.
 
-    The optimizer class's own load_state_dict runs. torch's version converts integer tensors to floats, so this
-    function sets entries that are no float tensors once more.
+    It calls the load_state_dict() of the optimizer class. torch's load_state_dict() converts integer tensors to floats,
+    so afterwards this function sets the entries that are no float tensors once more.
 
     Args:
         state_of: main parameter -> its new state.
-        of_no_parameter: key that is no parameter -> its new state.
+        of_no_parameter: key that is no parameter -> the new state under this key.
         options: for each group its new hyperparameters.
     """
-    # A shallow copy will do: torch's load_state_dict() replaces `state` and `param_groups`, and doesn't change them.
+    # A shallow copy is enough, because torch's load_state_dict() assigns a new `state` and new `param_groups`, and
+    # doesn't change the objects that were there.
     inner_copy = object.__new__(type(inner))
     vars(inner_copy).update(vars(inner))
+    # The inner optimizer's groups, with the new hyperparameters in place of the old.
     groups = [{**group, **copy.deepcopy(new_options)} for group, new_options in zip(inner.param_groups, options)]
+    # As in a state_dict the keys are indices. Parameters without a state are left out.
     states = {index: state_of[main] for index, main in enumerate(all_params(inner)) if state_of.get(main)}
     inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": with_indices(groups)})
     for main, state in state_of.items():
@@ -368,10 +399,11 @@ def inner_with(inner, state_of, of_no_parameter, options):
 
 
 def install(optimizer, prepared):
-    """Change `optimizer` as prepared. If a hyperparameter is a tensor, the new value is copied into this tensor."""
+    """Make the changes in `prepared`, a PreparedLoad. A hyperparameter that is a tensor stays the same tensor."""
     for main, value in prepared.main_params:
         main.copy_(value)
-    vars(optimizer.optimizer).update(vars(prepared.inner))  # the program may hold the inner optimizer, so it stays
+    # The program may have a reference to the inner optimizer, so it stays the same object, with new attributes.
+    vars(optimizer.optimizer).update(vars(prepared.inner))
     optimizer._n_steps = prepared.n_steps
     for group, options in zip(optimizer.param_groups, prepared.options):
         for key, value in options.items():

@@ -1,7 +1,10 @@
-"""Gives users `optimizer.state`, by parameters of the model: ReLoRA and pruning, for example, reset states.
+"""Gives programs `optimizer.state`, a mapping: parameter of the model -> state.
 
-The inner optimizer has states of the tensors that this rank updates: whole parameters, or in stages 3 and 4 flat pieces
-of parameters. Shown by tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
+Situation: a program resets states, as ReLoRA and pruning do. It has the parameters of the model. But in the distributed
+optimizers of this project an *inner optimizer*, such as torch's AdamW, has the states. Their keys are *main
+parameters*, the tensors that this rank updates: whole parameters in stages 1 and 2 (two of the four versions), or flat
+pieces of parameters in stages 3 and 4, which are fp32 copies if the parameters have 16 bits. Shown by
+tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
 """
 
 import functools
@@ -12,30 +15,39 @@ import torch
 
 from .groups import mesh_groups_of
 
-MAIN_PARAM = "main_param"  # the entry with the main parameter, if it is another tensor than the model's parameter
-MISSING = torch.empty(0)  # stands for a value that another rank has; torch's functions for saving need its name here
+# Name of a further entry of the state: the main parameter, if it is an fp32 copy and no part of the model's parameter.
+MAIN_PARAM = "main_param"
+# Stands for the value of an entry that this rank doesn't have. torch's functions for saving need the names of all
+# entries on all ranks.
+MISSING = torch.empty(0)
 
 
 class ByParameter(MutableMapping):
     """Maps parameters of the model to the states that the inner optimizer keeps for them, or for pieces of them.
 
-    This rank may have no state of a parameter, because another rank updates it or no step has been taken. Then the
-    mapping returns a state whose entries have their names, and empty values. If only other ranks update a parameter, a
-    state that a program assigns here is ignored, so that all ranks can run the same code.
+    If this rank has no state of a parameter, because another rank updates it or no step has been taken, the mapping
+    returns a state with the names of all entries, and with MISSING as their values. If only other ranks update a
+    parameter, a state that a program assigns here is ignored, so that all ranks can run the same code.
 
     Attributes:
         inner: the inner optimizer.
-        main_param: parameter of the model -> its main parameter, which `inner` steps.
+        main_param: parameter of the model -> its main parameter, which `inner` steps. It has only the parameters that
+            this rank updates, and so have the next two attributes.
         param_of: main parameter -> parameter of the model.
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
         foreign_params: the parameters of the model of which this rank updates no element.
-        main_params_by_mesh_groups: the process groups over which DTensors are spread, a tuple -> main parameters of
-            these DTensors; () -> main parameters of all other parameters. `total_norm` communicates for each key, so
-            every rank has the same keys in the same order.
-        mesh_groups: the process groups in these keys, each once.
-        norm_dtype, device: dtype and device of the norm of all gradients.
-        accessed_params: parameters whose state a program has accessed since the last step.
+        main_params_by_mesh_groups: a dict. A key is a tuple of the process groups over which some DTensors are spread,
+            and its value has the main parameters of these DTensors. The key () has the main parameters of all plain
+            parameters. `total_norm` in scaling.py communicates for each key, so every rank has the same keys in the
+            same order.
+        mesh_groups: the process groups in these keys, each group once.
+        norm_dtype, device: dtype and device of the norm of all gradients, for `total_norm`.
+        accessed_params: parameters whose state a program has accessed since the last step. `cut_whole_tensors` looks at
+            these states, and then empties the set.
         names_of: weak reference to a function: parameter -> names of the entries that its state has after a step.
+
+    The constructor's argument `pieces` is [(param, start, stop, main), …]: this rank updates the flat elements start to
+    stop of `param`, as the main parameter `main`.
     """
 
     def __init__(self, inner, params, pieces, names_of):
@@ -51,19 +63,24 @@ class ByParameter(MutableMapping):
         self.main_params_by_mesh_groups: dict[tuple, list] = {mesh_groups_of(param): [] for param in params}
         for param, main in self.main_param.items():
             self.main_params_by_mesh_groups[mesh_groups_of(param)].append(main)
-        self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))  # of all keys, which are tuples
+        # The sum joins the keys, which are tuples, to one tuple.
+        self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))
         self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
         self.device = params[0].device
         self.accessed_params = set()
 
     def _accessed_key(self, param):
-        """Return the key of `param` in `inner.state`, and note that a program accesses this state."""
+        """Note that a program accesses the state of `param`. Return the key that this state has in `inner.state`.
+
+        `param` may also be a key of another kind, such as a text, which `inner.state` has itself.
+        """
         self.accessed_params.add(param)
         return self.main_param.get(param, param)
 
     def __getitem__(self, param):
-        """Return the state of `param`, with the names of entries that this rank hasn't."""
+        """Return the state of `param`, with MISSING for entries that this rank doesn't have."""
         state = {} if param in self.foreign_params else self.inner.state[self._accessed_key(param)]
+        # names_of() returns the function to which the weak reference refers.
         names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
         missing = [name for name in names if not state or name == MAIN_PARAM]
         return StateOfParameter(state, missing) if missing else state
@@ -84,12 +101,13 @@ class ByParameter(MutableMapping):
         return True
 
     def __iter__(self):
-        return (self.param_of.get(key, key) for key in self.inner.state)  # a key may be no tensor
+        return (self.param_of.get(key, key) for key in self.inner.state)  # a key that is no main parameter stays
 
     def __len__(self):
         return len(self.inner.state)
 
-    # MutableMapping's own versions would never find a key missing, because `inner.state` is a defaultdict.
+    # MutableMapping's own versions of the next three methods rely on a KeyError. `inner.state`, a defaultdict, never
+    # raises it.
 
     def get(self, param, default=None):
         return self[param] if param in self else default
@@ -105,20 +123,20 @@ class ByParameter(MutableMapping):
         return self[param]
 
     def replace(self, state):
-        """Replace all states, as `optimizer.state = state` does in torch."""
+        """Replace all states by the states in `state`, a mapping that a program has assigned to `optimizer.state`."""
         own = {self._accessed_key(key): without_missing(value) for key, value in state.items()}
         self.inner.state = defaultdict(dict, own)
 
     def cut_whole_tensors(self):
-        """Cut this rank's piece out of each tensor of the parameter's own shape that a user has put into a state.
+        """Replace each tensor of a whole parameter that a program has put into a state, by this rank's piece of it.
 
         ReLoRA, for example, resets a state to zeros_like(param). A tensor in the dtype of the parameter is converted to
-        the dtype of the main parameter. A rank that updates nothing of the parameter does nothing.
+        the dtype of the main parameter. If this rank updates nothing of a parameter, nothing is done for it.
         """
-        for param in self.accessed_params & self.main_param.keys():  # programs also keep states under strings
+        for param in self.accessed_params & self.main_param.keys():  # without keys that are no parameters
             main = self.main_param[param]
             start, stop = self.range_of[param]
-            local_param = getattr(param, "_local_tensor", param)  # of a DTensor
+            local_param = getattr(param, "_local_tensor", param)  # this rank's part, if `param` is a DTensor
             state = self.inner.state.get(main, {})
             for name, value in state.items():
                 whole = getattr(value, "_local_tensor", value)
@@ -132,21 +150,26 @@ class ByParameter(MutableMapping):
 
 
 def without_missing(state):
-    """Return a state that a user has assigned, without the entries of a StateOfParameter that are MISSING."""
+    """Return a copy of the dict `state`, which a program has assigned, without entries that are MISSING.
+
+    There are such entries if the program assigns the state of another parameter. If `state` is no dict, it is returned
+    unchanged.
+    """
     if not isinstance(state, dict):
         return state
     return {name: value for name, value in state.items() if value is not MISSING}
 
 
 class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
-    """A state that also has names of entries which are missing on this rank. Writing changes the real state.
+    """A state for programs to read and write, with names of entries that the real state on this rank doesn't have.
 
-    It is a dict because torch asks for one; the dict's own content stays empty.
+    Reading an entry that isn't there returns MISSING. Writing changes the real state. The class is a subclass of dict
+    because torch tests for a dict. But all methods use `real_state` and `missing`, and the dict itself stays empty.
     """
 
     def __init__(self, real_state, missing=()):
-        self.real_state = real_state  # the inner optimizer's
-        self.missing = dict.fromkeys(missing, MISSING)
+        self.real_state = real_state  # the dict that the inner optimizer has
+        self.missing = dict.fromkeys(missing, MISSING)  # the argument is a list of names
 
     def __getitem__(self, name):
         return self.real_state[name] if name in self.real_state else self.missing[name]
@@ -165,10 +188,11 @@ class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
 
 
 def update_main_param(main_param, param):
-    """Copy the elements of `param` that other code has changed into `main_param`.
+    """Copy the elements of `param` that other code has changed into `main_param`, the main parameter.
 
-    An fp32 element of `main_param` stays if it rounds to the element of `param`. `param` and `main_param` are the same
-    tensor unless parameters have 16 bits, or main_param is on the CPU, as in variants/offload.py.
+    `param` is the model's memory of the same elements. If `main_param` is an fp32 copy of 16-bit elements, an element
+    of the copy that rounds to the element in `param` stays, because it is more precise. `param` and `main_param` are
+    the same tensor unless parameters have 16 bits, or `main_param` is on the CPU, as in variants/offload.py.
     """
     if main_param is not param:
         param = param.to(main_param.device)
