@@ -58,23 +58,25 @@ class Bucket:
         ranges: which parts of the parameters this rank owns, as Ranges.
         numel: the number of elements of all parameters and padding.
         flat_params: (numel,): this bucket's part of the ParameterBuffer.
+        views: for each of `tensors` its view of `flat_params`.
         shards: (d, numel / d): `flat_params`, cut into a row for each rank.
         parameter, gradient: this rank's PartitionedParameter and PartitionedGradient.
-        main_params: parameter -> its main parameter on this rank, (range numel,), if this rank owns elements of it.
+        main_params: parameter -> its main parameter, (range numel,); only parameters of which this rank owns elements.
         param_sync: the works of the all-gather in flight, or None.
+        last_param_sync: the works of the last all-gather that has ended.
     """
 
     def __init__(self, params, transport):
         self.params, self.transport, self.ready = params, transport, set()
         self.tensors = [self.tensor_of(param) for param in params]
         self.param_sync = None
-        self.place(ALIGNMENT // params[0].dtype.itemsize)
+        self.lay_out(ALIGNMENT // params[0].dtype.itemsize)
 
     def tensor_of(self, param):
-        """Return the tensor to store. distributed.py overrides this, for parameters of which a rank has a part."""
+        """Return the tensor to store. distributed.py overrides this, for a parameter of which a rank has a part."""
         return param
 
-    def place(self, alignment):
+    def lay_out(self, alignment):
         """Set where each parameter begins, at a multiple of `alignment` elements, and which ranges this rank owns."""
         numels, world_size = [tensor.numel() for tensor in self.tensors], self.transport.world_size
         *self.starts, end = param_starts(numels, alignment)
@@ -125,7 +127,7 @@ class Bucket:
         if self.param_sync is not None:
             for work in self.param_sync:
                 work.wait()
-            # Keep the works until the next all-gather: a work that nobody keeps may abort the process as Python ends.
+            # Keep the works until the next all-gather: a work that nobody keeps may abort the process when Python ends.
             self.last_param_sync, self.param_sync = self.param_sync, None
 
 
@@ -168,7 +170,7 @@ class PartitionedGradient:
 
     Attributes:
         shard: (numel / d,), in the dtype of `main_shard`.
-        divisor: `add` divides by it: the transport's.
+        divisor: `add` divides by it: the `divisor` of the transport.
         is_empty: whether the next average replaces what `shard` holds. False after a micro-batch: then the average of
             the next micro-batch is added. The optimizer sets it to True after a step, and in zero_grad.
     """
@@ -178,9 +180,9 @@ class PartitionedGradient:
         self.divisor = divisor
 
     def place_for(self, part):
-        """Return the tensor for a collective to put an average into, and a list of the tensors to `add` afterwards.
+        """Return (tensor for a collective to put an average into, list of the tensors to `add` afterwards).
 
-        The tensor is `shard` if nothing must be added or cast, and then the list is empty. Else the tensor is `part`.
+        These are (shard, []) if the average needn't be added to another or cast. Else they are (part, [part]).
         """
         is_free = self.is_empty and (part.dtype, part.device) == (self.shard.dtype, self.shard.device)
         self.is_empty = self.is_empty and not is_free
@@ -205,8 +207,8 @@ class BucketBuffer:
         places: bucket -> (slots, sent, received): views of `sent`, shaped like the bucket's parameters; and the two
             memories as (d, numel / d). Made once, since Python makes views slowly, and computing waits meanwhile.
         bucket: the bucket whose gradients are in the buffer.
-        works: the works to wait for until its gradients have arrived.
-        parts: what is added up then, (numel / d,) each.
+        works: the works to wait for, until the gradients have arrived.
+        parts: the tensors to add up then, (numel / d,) each.
     """
 
     def __init__(self, buckets, transport):

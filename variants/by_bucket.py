@@ -2,11 +2,11 @@
 
 Stage 4 (stage4_overlap/) updates all buckets before it sends the first. A bucket is a list of parameters that are sent
 together. The inner optimizer, torch's, updates main parameters: the parts of parameters that this rank owns, or fp32
-copies of them if they have 16 bits.
-Here a bucket is sent while the next bucket is updated. moments16 keeps moments in 16 bits between steps, remainder16
-does so with a half of each main parameter. They unpack one bucket at a time, and never all that a rank owns at once.
-The inner optimizer's `step` is called once for each bucket, so the optimizer must count steps per tensor, as torch's
-optimizers do. An optimizer that counts its calls is refused.
+copies of these parts if the parameters have 16 bits.
+
+Here a bucket is sent while the next bucket is updated, and a variant can unpack the state of one bucket at a time.
+
+Costs: the inner optimizer's `step` is called once for each bucket. So an optimizer that counts its calls is refused.
 """
 
 import functools
@@ -19,25 +19,25 @@ PER_PARAMETER = {"params", "param_names"}  # entries of a group that have an ite
 
 
 class BucketByBucket(OverlapOptimizer):
-    """Stage 4's core, which updates and sends one bucket after the other."""
+    """Stage 4's core, the bare optimizer, which here updates and sends one bucket after the other."""
 
     def unpack(self, bucket):
-        """Return the main parameters of a bucket as one tensor, (numel / d,). A variant may make them only now."""
-        return bucket.parameter.main_shard
+        """Return the main parameters of a bucket as one flat tensor. A variant may make them only now."""
+        return bucket.parameter.main_shard  # `parameter` is an object: what this rank owns of the bucket
 
     def pack(self, bucket):
-        """Send a bucket's parameters, which were just updated. A variant may pack its state before."""
+        """Send a bucket's updated parameters. A variant may pack its state before."""
         bucket.start_param_sync()
 
     def step_own(self):
         """Update and send each bucket. The core's `step` calls this after it has averaged the gradients."""
-        self.finish_param_sync()  # no forward pass may have waited for some parameters of the last step
+        self.finish_param_sync()  # parameters of the last step may still be in flight
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             own_group.update(hyperparameters(group))
         for bucket in reversed(self.buckets):  # self.buckets is in the order of the backward pass
             self.unpack(bucket)
             step_only(self.optimizer, bucket.main_params.values())
-            bucket.gradient.is_empty = True  # the next gradients replace these
+            bucket.gradient.is_empty = True  # the next gradients replace these gradients
             self.pack(bucket)
 
     def sync_params(self):
@@ -49,13 +49,13 @@ class BucketByBucket(OverlapOptimizer):
 def step_only(optimizer, chosen, step=None):
     """Let `optimizer` step only the parameters in `chosen`.
 
-    During the step its groups lack the other parameters, and these have no gradients.
+    The other parameters are taken out of its groups, and their gradients are hidden, until the step has ended.
 
     step: the method to call in place of `optimizer.step`.
     """
     step = step or optimizer.step
     whole_groups = [dict(group) for group in optimizer.param_groups]  # copies, to restore the groups from
-    chosen_ids = set(map(id, chosen))  # because a tensor's own hash is slow
+    chosen_ids = set(map(id, chosen))  # ids, because a tensor's own hash is slow
     hidden = []  # (parameter, its gradient)
     try:
         for group, whole_group in zip(optimizer.param_groups, whole_groups):
@@ -63,9 +63,9 @@ def step_only(optimizer, chosen, step=None):
             for param, is_chosen in zip(group["params"], are_chosen):
                 if not is_chosen:
                     hidden.append((param, param.grad))
-                    param.grad = None  # a class may step a list of parameters that it has made in its constructor
+                    param.grad = None  # because a class may keep its own list of parameters, and step that
             for key in PER_PARAMETER & group.keys():
-                group[key] = list(itertools.compress(whole_group[key], are_chosen))  # the items that are chosen
+                group[key] = list(itertools.compress(whole_group[key], are_chosen))  # items of chosen parameters
         step()
     finally:
         for group, whole_group in zip(optimizer.param_groups, whole_groups):
@@ -76,14 +76,16 @@ def step_only(optimizer, chosen, step=None):
 
 
 def tried_tensor_by_tensor(check, **arguments):
-    """Return a `_probe` for a DistributedOptimizer: it refuses an optimizer class that counts its calls.
+    """Return a `_probe`, which the guard (guard/) calls in its constructor to refuse an optimizer class.
 
-    The guard calls `_probe` in the constructor. `check`, a function of guard/probe.py, compares two trainings. One of
-    them calls `step` once per tensor.
+    The probe trains a few tensors twice: by one call of `step`, and by a call for each tensor. It raises an error if
+    the results differ, because then the class counts its calls.
 
+    check: a function of guard/probe.py, which compares two trainings. It may refuse more.
     arguments: more arguments for `check`.
     """
-    def probe(make_optimizer, groups):  # make_optimizer: a functools.partial of the optimizer class
+    def probe(make_optimizer, groups):  # make_optimizer: a functools.partial
+        # make_optimizer.func is the optimizer class, .keywords are its arguments: lr and so on.
         make_stepped_one_by_one = functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords)
         return check(make_stepped_one_by_one, groups, make_plain=make_optimizer, **arguments)
     return staticmethod(probe)
@@ -93,7 +95,8 @@ def tried_tensor_by_tensor(check, **arguments):
 def stepped_one_by_one(optimizer_cls):
     """Return a subclass of `optimizer_cls` whose `step` steps each parameter in a call of its own."""
     def step(self, closure=None):
-        for param in [param for group in self.param_groups for param in group["params"]]:
-            step_only(self, {param}, super(subclass, self).step)
+        for group in self.param_groups:
+            for param in group["params"]:  # this list stays whole: step_only puts other lists into the group
+                step_only(self, {param}, super(subclass, self).step)
     subclass = type(optimizer_cls.__name__, (optimizer_cls,), {"step": step})
     return subclass

@@ -1,16 +1,23 @@
-"""Keeps moments in bf16, which saves 4/d bytes per parameter. Each step still computes in fp32.
+"""Keeps moments in bf16 between steps, and computes each step in fp32.
 
-Stage 4 (stage4_overlap/) shards state over d ranks. Its inner optimizer, torch's, updates main parameters: the parts of
-parameters that this rank owns, or fp32 copies. A bucket is a list of parameters that are sent together.
+Stage 4 (stage4_overlap/) spreads its state over d ranks. A bucket is a list of parameters that are sent together. The
+inner optimizer, torch's, updates main parameters: the parts of parameters that this rank owns, or fp32 copies of these
+parts if the parameters have 16 bits.
+
 Situation: the optimizer's state decides whether a model fits.
-Called elsewhere: `use_precision_aware_optimizer` with `exp_avg_dtype` and `exp_avg_sq_dtype` in Megatron-LM,
-`bf16_optimizer_states` in DeepSpeed. Under FSDP2 the optimizer itself decides: moments of torchao's and bitsandbytes'
-optimizers have 8 bits. modded-nanogpt keeps fp32.
-Wire (what ranks send): as in stage 4. Memory: 4 + 8/d bytes per fp32 parameter instead of 4 + 12/d, and 2 + 12/d per
-16-bit parameter instead of 2 + 16/d. During the step, the moments of one bucket are also held in fp32.
+
+Names in other libraries: `use_precision_aware_optimizer`, `exp_avg_dtype` and `exp_avg_sq_dtype` (Megatron-LM),
+`bf16_optimizer_states` (DeepSpeed).
+
+Wire (what ranks send): as in stage 4.
+
+Memory, in bytes per fp32 parameter: 4 (parameter) + 4/d (gradient) + 4/d (two moments). Per 16-bit parameter: 2
+(parameter) + 4/d (main parameter) + 4/d (gradient) + 4/d (two moments). During the step, the moments of one bucket are
+in fp32, too.
+
 Costs: two conversions per step, and precision of the second moment. With beta2 = 0.999 and steady gradients, a step
-changes the second moment by a smaller part than bf16 can represent (2^-9 of it), so the second moment stays as it is.
-Use beta2 <= 0.99, or compare the losses.
+changes the second moment by less than 2^-9 of its value, which bf16 rounds away. Use beta2 <= 0.99, or compare the
+losses.
 """
 
 import torch
@@ -21,21 +28,23 @@ from guard.probe import check_elementwise
 from .by_bucket import BucketByBucket, tried_tensor_by_tensor
 
 
+# The core: the bare optimizer.
 class ShardedOptimizer(BucketByBucket):
-    """Stage 4's core, with moments in bf16. BucketByBucket unpacks a bucket, steps it, and packs it."""
+    """Stage 4's core, with moments in bf16. BucketByBucket calls `unpack`, steps a bucket, and calls `pack`."""
 
     def unpack(self, bucket):
-        """Cast the moments to fp32."""
+        """Cast the moments of a bucket to the dtype of its main parameters: fp32."""
         super().unpack(bucket)
+        # bucket.parameter.main_shard: all main parameters of the bucket, as one flat tensor.
         self.cast_moments(bucket, bucket.parameter.main_shard.dtype)
 
     def pack(self, bucket):
-        """Cast the moments to bf16, and send the parameters."""
+        """Cast the moments of a bucket to bf16, and send its parameters."""
         self.cast_moments(bucket, torch.bfloat16)
         super().pack(bucket)
 
     def cast_moments(self, bucket, dtype):
-        """Cast moments, but not counts of steps: a moment is a tensor in the shape of the main parameter."""
+        """Cast the moments, which have the shape of their main parameter. A count of steps has another shape."""
         for main_param in bucket.main_params.values():
             state = self.optimizer.state.get(main_param, {})
             for name, value in state.items():
@@ -43,8 +52,9 @@ class ShardedOptimizer(BucketByBucket):
                     state[name] = value.to(dtype)
 
 
+# The guard, with its checks, in front of the core. It reads the names that begin with an underscore.
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's DistributedOptimizer, with moments in bf16."""
 
-    # The guard calls it to refuse an optimizer class that isn't element-wise or counts calls of `step`.
+    # Refuses an optimizer class that isn't element-wise, or that counts calls of `step`, one for each bucket here.
     _probe = tried_tensor_by_tensor(check_elementwise)

@@ -1,10 +1,8 @@
-"""Trains with Muon, for two rows of the bench: matrices by torch.optim.Muon, and all other parameters by AdamW.
+"""Builds two rows of the bench that train with Muon: torch.optim.Muon updates the matrices, AdamW all other parameters.
 
-A row of the bench is a way to train, which is measured. In one of the two rows the optimizers are replicated, so that
-each rank updates everything. In the other row they are sharded, by variants/muon.py and by stage 4.
-`make bench ARGS="--rows muon"` and `make bench WHAT=network ARGS="--rows muon"` measure them. Muon adds computing to a
-step: Newton–Schulz of each matrix. Every rank computes it for all matrices in the replicated row, and each of d ranks
-for 1/d of the matrices in the sharded row.
+A row of the bench is a way to train, which is measured. In the replicated row each rank updates everything. In the
+sharded row each of d ranks updates 1/d of the matrices, by variants/muon.py, and its share of the rest, by stage 4.
+`make bench ARGS="--rows muon"` measures both rows on one host, and `make bench WHAT=network ARGS="--rows muon"` on two.
 """
 
 import functools
@@ -14,7 +12,7 @@ import torch
 import stage4_overlap
 import variants.muon
 from guard.chained import Chained
-from harness.training.baselines import DistributedOptimizer, Training, in_ddp
+from harness.training import baselines
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 
@@ -25,7 +23,7 @@ def split(model):
     matrices = []
     rest = []
     for param in model.parameters():
-        if param.dim() == 2 and param not in embeddings:  # the output layer has the weight of an embedding
+        if param.dim() == 2 and param not in embeddings:  # the output layer shares its weight with an embedding
             matrices.append(param)
         else:
             rest.append(param)
@@ -33,11 +31,11 @@ def split(model):
 
 
 def pair_of(matrix_class, rest_class, prefetches=False):
-    """Return a function build(model, adamw) -> Training. `matrix_class` runs Muon, `rest_class` runs AdamW.
+    """Return `build`, which the bench calls: build(model, adamw) returns a Training, the bench's training loop.
 
-    The bench calls it. Training is its training loop. `adamw` has the arguments of AdamW.
-
+    matrix_class, rest_class: the distributed optimizers that run Muon, and AdamW.
     prefetches: whether `step` may return before the updated parameters have arrived.
+    adamw: the arguments of AdamW.
     """
     def build(model, adamw):
         matrices, rest = split(model)
@@ -45,19 +43,20 @@ def pair_of(matrix_class, rest_class, prefetches=False):
         pair = Chained(rest_class(rest, torch.optim.AdamW, **adamw), matrix_class(matrices, torch.optim.Muon, **MUON))
         if prefetches:
             for optimizer in pair.optimizers:
-                optimizer.prefetch_params(model)
-        return Training(model, model, pair)
+                optimizer.prefetch_params(model)  # adds hooks: each module waits for its parameters
+        # Arguments: the model; what the loop calls, here the model itself; the optimizer.
+        return baselines.Training(model, model, pair)
     return build
 
 
 def ddp_and_muon(model, adamw):
     """Build the replicated row: DDP averages the gradients, and every rank updates every matrix."""
-    # This class updates all parameters on every rank. DDP has averaged the gradients already.
-    replicated = functools.partial(DistributedOptimizer, average_gradients=False)
+    # baselines.DistributedOptimizer updates all parameters on every rank. DDP has averaged the gradients already.
+    replicated = functools.partial(baselines.DistributedOptimizer, average_gradients=False)
     training = pair_of(replicated, replicated)(model, adamw)
-    training.forward = in_ddp(model)
+    training.forward = baselines.in_ddp(model)  # the loop calls DDP, which calls the model
     return training
 
 
-# Builds the sharded row.
+# Builds the sharded row, in which each rank has whole matrices.
 whole_matrices = pair_of(variants.muon.DistributedOptimizer, stage4_overlap.DistributedOptimizer, prefetches=True)

@@ -1,15 +1,20 @@
 """Keeps main parameters, their gradients and the optimizer's state in the host's memory, and updates them there.
 
-The host is the CPU of a GPU's machine. Stage 4 (stage4_overlap/) shards state over d ranks. Its inner optimizer,
-torch's, updates main parameters: the parts of parameters that this rank owns, or fp32 copies. Here all are copies.
+The host is the CPU of a GPU's machine. Stage 4 (stage4_overlap/) spreads its state over d ranks. The inner optimizer,
+torch's, updates main parameters. Here these are fp32 copies of the parts of parameters that this rank owns.
+
 Situation: a GPU has no room for the 12/d or 16/d bytes per parameter, and its host has plenty of memory.
-Called elsewhere: `offload_optimizer` with device "cpu" in DeepSpeed (ZeRO-Offload), `optimizer_cpu_offload` in
-Megatron-LM, `CPUOffloadPolicy` in FSDP2, which also moves the parameters. modded-nanogpt has no such option.
-Wire (what is sent per step): between ranks, as in stage 4; between GPU and host, 4Ψ/d bytes of gradients and pΨ/d of
-parameters, for Ψ parameters of p bytes. Memory of the GPU: p bytes per parameter, and the two buffers in which
-gradients are sent. Memory of the host: 16/d bytes per parameter.
-Costs: the host computes slowly, and the GPU waits for it. DeepSpeed has its own CPU kernel, and can update one step
-late. This variant was run on CPUs only. Tests count the bytes on a fake GPU.
+
+Names in other libraries: `offload_optimizer` and ZeRO-Offload (DeepSpeed), `optimizer_cpu_offload` (Megatron-LM),
+`CPUOffloadPolicy` (FSDP2).
+
+Wire (what is sent): between ranks as in stage 4. Between a GPU and its host, in bytes per step, for Ψ parameters of p
+bytes: 4Ψ/d of gradients and pΨ/d of parameters.
+
+Memory of the GPU, in bytes per parameter: p, and the two buffers in which gradients are sent.
+Memory of the host, in bytes per parameter: 4/d (main parameter) + 4/d (gradient) + 8/d (two moments).
+
+Costs: the GPU waits for the host, which computes slowly. Tested on CPUs only, with a fake GPU whose bytes are counted.
 """
 
 import torch
@@ -21,11 +26,11 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class HostParameter(PartitionedParameter):
-    """This rank's part of a bucket, a list of parameters that are sent together.
+    """What this rank owns of a bucket. A bucket is a list of parameters that are sent together.
 
     Attributes:
-        shard: on the GPU, from where it is sent.
-        main_shard: main parameters on the host. The bucket puts their gradients there, too.
+        shard: the parameters on the GPU, one flat tensor, which is sent.
+        main_shard: the main parameters, an fp32 copy on the host. Their gradients are put on the same device.
     """
 
     def __init__(self, shard):
@@ -34,7 +39,7 @@ class HostParameter(PartitionedParameter):
 
 
 class HostBucket(Bucket):
-    """A bucket whose main parameters are on the host."""
+    """A bucket whose main parameters are on the host. Stage 4's Bucket calls `parameter_of` with its shard."""
 
     parameter_of = HostParameter
 
@@ -42,14 +47,16 @@ class HostBucket(Bucket):
 class HostBuffer(BucketBuffer):
     """A buffer in which the gradients of a bucket are sent and received.
 
-    `works` are what to wait for, and `parts` the tensors to add up then, from all ranks.
+    Attributes of stage 4's BucketBuffer, which sets them when it sends:
+        works: what torch's asynchronous collectives have returned. Each has wait().
+        parts: the tensors to add up then, one from each rank.
     """
 
     def finish_grad_sync(self):
-        """Add the parts on the device, in fp32 and in rank order, and copy the sum to the host."""
+        """Wait for the gradients, add them on the GPU, in fp32 and in rank order, and copy the sum to the host."""
         for work in self.works:
             work.wait()
-        if not self.parts:  # a collective has put the average into the shard, which it can only if there is no GPU
+        if not self.parts:  # there is no GPU, so a collective has put the average into the host's memory itself
             return
         first, *rest = self.parts
         total = first.to(self.bucket.parameter.main_shard.dtype, copy=True)
@@ -58,6 +65,7 @@ class HostBuffer(BucketBuffer):
         self.bucket.gradient.add([total.cpu()])
 
 
+# The core: the bare optimizer.
 class ShardedOptimizer(OverlapOptimizer):
     """Stage 4's core, which steps on the host."""
 
@@ -65,14 +73,15 @@ class ShardedOptimizer(OverlapOptimizer):
     bucket_buffer_class = HostBuffer
 
 
+# The guard, with its checks, in front of the core. It reads the names that begin with an underscore.
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's DistributedOptimizer, which steps on the host."""
 
     def _take_model_changes(self):
-        """Take values that other code has written into the model into the main parameters.
+        """Copy what other code has written into the model into the main parameters. The guard calls this before a step.
 
-        This compares the shards on the GPU with the main parameters, because writing to `param.data` changes no version
-        counter of autograd, which stage 4 reads. The guard calls this method before each step.
+        Stage 4 reads autograd's version counters, which writing to `param.data` doesn't change. This method compares
+        the values on the GPU with the main parameters.
         """
         self.finish_param_sync()
         for bucket in self.buckets:

@@ -2,13 +2,18 @@
 
 Stage 3 (stage3_gradbuffer/) puts all parameters into one flat buffer, and cuts it into d shards, one for each rank. The
 inner optimizer, torch's, updates this rank's shard.
+
 Situation: a rank should receive only 1/d of the gradients, as in stage 3, but without a buffer, and without shards that
 cross parameters.
-Called elsewhere: `DistAdam` in modded-nanogpt, `DistAdamW` in nanochat. Megatron-LM and DeepSpeed have had one buffer
-from the start. FSDP2 also cuts each parameter, but sends all parameters of a module together.
-Wire (what a rank sends per step): 2 · 4Ψ · (d-1)/d bytes as in stage 3, for Ψ elements in n parameters, but in 2n
-messages instead of two. Each parameter is padded to a multiple of d · 64 bytes. Memory: as in stage 3, 8 + 8/d bytes
-per element.
+
+Names in other libraries: `DistAdam` (modded-nanogpt), `DistAdamW` (nanochat).
+
+Wire (what a rank sends), in bytes per step, for Ψ fp32 elements: 4Ψ · (d-1)/d of gradients and 4Ψ · (d-1)/d of
+parameters, as in stage 3, but in two messages for each parameter instead of two in all.
+
+Memory, in bytes per fp32 element: 4 (parameter) + 4 (gradient) + 8/d (two moments), as in stage 3. Each parameter is
+padded to a multiple of d · 64 bytes.
+
 Costs: latency. A message with a bias takes as long as a message of 100 KB, and a GPT has twelve parameters per layer.
 """
 
@@ -19,12 +24,13 @@ from stage3_gradbuffer.optimizer import ShardedOptimizer as GradBufferOptimizer
 from stage3_gradbuffer.optimizer import hyperparameters
 
 
+# The core: the bare optimizer.
 class ShardedOptimizer(GradBufferOptimizer):
     """Stage 3's core, with a buffer for each parameter."""
 
     @torch.no_grad()
     def shard(self, groups):
-        """Let the core shard each parameter as a group of its own, for which it makes a buffer.
+        """Let the core shard each parameter as a group of its own, for which the core makes a buffer.
 
         Returns the groups of the inner optimizer, one for each of `groups`.
         """
@@ -32,11 +38,13 @@ class ShardedOptimizer(GradBufferOptimizer):
         for group in groups:
             own_params = []
             for param in group["params"]:
+                # The core returns a group for each group that it gets.
                 (own_group,) = super().shard([{**group, "params": [param]}])
                 own_params += own_group["params"]
             own_groups.append({**hyperparameters(group), "params": own_params})
         return own_groups
 
 
+# The guard, with its checks, in front of the core.
 class DistributedOptimizer(stage3_gradbuffer.DistributedOptimizer, ShardedOptimizer):
     """Stage 3's DistributedOptimizer, with a buffer for each parameter."""

@@ -39,7 +39,7 @@ def test_most_variants_have_35_lines_and_each_says_what_it_costs():
     assert long_files == {"by_bucket", "finite", "hybrid", "muon", "same_bits"}
     for path in FILES:
         docstring = ast.get_docstring(ast.parse(path.read_text()))
-        for part in ("Situation: ", "Called elsewhere: ", "Wire", "emory", "Costs: "):  # emory: of Memory, or memory
+        for part in ("Situation: ", "Names in other libraries: ", "Wire", "emory", "Costs: "):  # Memory, or memory
             assert part in docstring or path.stem == "by_bucket"  # the base of three variants
 
 
