@@ -38,9 +38,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def shard(self, groups):
-        """Broadcast rank 0's parameters, and give each parameter an owner. Every rank finds the same owners.
+        """Broadcast rank 0's parameters, and give each parameter an owner. Every rank computes the same owners.
 
         The largest parameter is the first to get an owner. Each goes to the rank that owns the fewest elements so far.
+        `shards` notes the owners.
         Returns the parameter groups of the inner optimizer: each of `groups`, with this rank's parameters only.
         """
         own_groups = []
@@ -52,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 owner = numels.index(min(numels))
                 self.shards[owner].append(param)
                 numels[owner] += param.numel()
-            mine = set(self.shards[self.rank])  # of all groups
+            mine = set(self.shards[self.rank])  # also parameters of the groups before this one
             owned = [param for param in group["params"] if param in mine]
             own_groups.append({**hyperparameters(group), "params": owned})
         return own_groups
@@ -64,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_own(self):
         """Update the owned parameters, with the lr and so on that schedulers have written into our groups."""
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: the inner group
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: of the inner optimizer
             own.update(hyperparameters(group))
         self.optimizer.step()
 
@@ -72,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One rank after the other broadcasts the parameters that it owns: flatten, broadcast, copy back."""
         for rank, shard in enumerate(self.shards):
             if shard:
-                flat = flatten(shard)  # a copy, (numel of the shard,); only its owner has the updated values
+                flat = flatten(shard)  # (numel of the shard,): a copy; only the owner's copy has updated values
                 dist.broadcast(flat, group=self.process_group, group_src=rank)
                 copy_all(shard, cut_like(flat, shard))
 
@@ -84,7 +85,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sync_params()
 
     def average(self, tensors):
-        """Flatten, all-reduce, copy back. A sum may be too large for 16 bits, so each rank divides by d before it."""
+        """Replace `tensors` by their averages: flatten, divide, all-reduce, copy back.
+
+        Each rank divides by d before the all-reduce, because a sum may be too large for 16 bits.
+        """
         flat = flatten(tensors)  # (numel of all,)
         flat /= self.world_size
         dist.all_reduce(flat, group=self.process_group)

@@ -39,9 +39,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def shard(self, groups):
-        """Broadcast rank 0's parameters, and give each parameter an owner. Every rank finds the same owners.
+        """Broadcast rank 0's parameters, and give each parameter an owner. Every rank computes the same owners.
 
         The largest parameter is the first to get an owner. Each goes to the rank that owns the fewest elements so far.
+        `shards` notes the owners.
         Returns the parameter groups of the inner optimizer: each of `groups`, with this rank's parameters only.
         """
         own_groups = []
@@ -53,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 owner = numels.index(min(numels))
                 self.shards[owner].append(param)
                 numels[owner] += param.numel()
-            mine = set(self.shards[self.rank])  # of all groups
+            mine = set(self.shards[self.rank])  # also parameters of the groups before this one
             owned = [param for param in group["params"] if param in mine]
             own_groups.append({**hyperparameters(group), "params": owned})
         return own_groups
@@ -65,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_own(self):
         """Update the owned parameters, with the lr and so on that schedulers have written into our groups."""
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: the inner group
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: of the inner optimizer
             own.update(hyperparameters(group))
         self.optimizer.step()
 
@@ -89,7 +90,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sync_params()
 
     def average(self, tensors):
-        """Flatten, all-reduce, copy back. A sum may be too large for 16 bits, so each rank divides by d before it."""
+        """Replace `tensors` by their averages: flatten, divide, all-reduce, copy back.
+
+        Each rank divides by d before the all-reduce, because a sum may be too large for 16 bits.
+        """
         flat = flatten(tensors)  # (numel of all,)
         flat /= self.world_size
         dist.all_reduce(flat, group=self.process_group)

@@ -1,8 +1,9 @@
 """The class to rely on: the core of optimizer.py, made robust by guard/, which all stages share, and by grads.py.
 
-The core keeps all gradients of parameters of one dtype in a buffer (buffer.py), whose `holds` says what is in it now.
-The inner optimizer, which updates this rank's share, steps *main parameters*: the ranges of parameters that this rank
-owns, or fp32 copies of them if they have 16 bits. `super()` is the core, in this class and in Guarded.
+The core, the optimizer without checks, has one buffer (buffer.py) for the gradients of all parameters of one dtype. Its
+attribute `holds` says what is in it now. The inner optimizer, torch's, steps *main parameters*: the ranges of
+parameters that this rank owns, or fp32 copies of them if they have 16 bits. Guarded, the base class from guard/, has
+the checks, and calls the methods that begin with an underscore. `super()` is the core, here and in Guarded.
 """
 
 from typing import Any
@@ -72,8 +73,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def _grads_elsewhere(self):
-        """Return whether gradients are outside of `param.grad`: in `param.main_grad`."""
-        return any(buffer.in_main_grad for buffer in self.buffers)
+        """Return whether gradients are in `param.main_grad`, and not in `param.grad`."""
+        return any(buffer.uses_param_main_grad for buffer in self.buffers)
 
     def _before_average(self, arguments):
         """Refuse gradients that come too late. Return whether the gradients aren't averaged yet.

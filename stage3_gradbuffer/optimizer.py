@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_own(self):
         """Update the main parameters, with the lr and so on that schedulers have written into our groups."""
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: the inner group
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: of the inner optimizer
             own.update(hyperparameters(group))
         self.optimizer.step()
 

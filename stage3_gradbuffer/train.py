@@ -1,4 +1,6 @@
-"""Trains a small GPT on real text with the optimizer of this folder, a stage. All four stages have the same loop.
+"""Trains a small GPT on real text with the DistributedOptimizer of this folder.
+
+The folders stage1_… to stage4_… have the same training loop, with another optimizer each.
 
     torchrun --standalone --nproc-per-node 2 FOLDER/train.py [--steps 200] [--model tiny] [--accumulate 1] …
 """
@@ -25,7 +27,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, workload.warmup_then_cosine(args.steps))
 
     run = workload.Run(args, rank, model, optimizer, scheduler)  # loads the newest checkpoint
-    for step in run.steps():  # prints the loss and saves after some of the steps
+    for step in run.steps():  # after some steps it prints the loss, and writes a checkpoint
         for micro in range(args.accumulate):
             is_last = micro == args.accumulate - 1
             with nullcontext() if is_last else optimizer.no_sync():  # gradients are sent once per step

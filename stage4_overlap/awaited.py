@@ -1,7 +1,7 @@
 """Lets code that reads a parameter in flight wait until the parameter has arrived, even if no module is called.
 
-Situation: an evaluation, a save, an EMA, a second forward pass, or a hook after a step. A bucket is a list of
-parameters that an all-gather sends together after a step. Until the all-gather has ended, they are in flight.
+A bucket is a list of parameters that an all-gather sends together after a step. Until the all-gather has ended, they
+are in flight. An evaluation, a save, an EMA, a second forward pass or a hook may read them before.
 
 While a parameter is in flight, it has another class. torch passes every function that is called with such a tensor to
 this class first, and the class waits for the bucket. `wait_for_own`, a hook on each module, waits before the module is
@@ -28,14 +28,14 @@ BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the buckets 
 class Awaited:
     """A base of the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
 
-    GuardedBucket in distributed.py changes the class of its parameters, and sets `bucket` of that class. The tensor
-    object stays, as that of torch.nn.UninitializedParameter does when it gets its data and another class.
+    GuardedBucket in distributed.py sets `__class__` of its parameters, and `bucket` of that class. The tensor object
+    stays the same, as a torch.nn.UninitializedParameter does when it gets its data and another class.
 
     Attributes:
         bucket: the bucket in flight. Its finish_param_sync() waits, and gives the parameter its class `kind` again.
-            None afterwards: a class is in a reference cycle, and would keep the bucket and the model until Python
-            collects garbage.
-        kind: the parameter's class before and after.
+            None if nothing is in flight. A class is in a reference cycle, so a class with a bucket would keep the
+            bucket and the model until Python collects garbage.
+        kind: the class of the parameter before and after it is in flight.
     """
 
     __slots__ = ()
@@ -63,7 +63,7 @@ def _waits(name):
 
 
 def awaited(kind):
-    """Return a class for parameters of class `kind` whose bucket is in flight. Each bucket makes its own classes."""
+    """Return a class for parameters of class `kind` whose bucket is in flight. Each bucket has classes of its own."""
     names = "__deepcopy__", "__repr__", "to_local", "redistribute"  # these methods bypass __torch_function__
     methods = {name: _waits(name) for name in names if hasattr(kind, name)}
     # Empty __slots__ keep the memory layout of `kind`. Python refuses to change an object's class to one with another
@@ -71,7 +71,7 @@ def awaited(kind):
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {**methods, "__slots__": (), "bucket": None, "kind": kind})
 
 
-@untraced  # torch.compile leaves it out, because compiled code would depend on a class that changes
+@untraced  # torch.compile leaves this function out, because compiled code would depend on a class that changes
 def wait_for(kinds):
     """Wait for the bucket of each class in `kinds` that is a class of parameters in flight."""
     for kind in kinds:
@@ -81,7 +81,7 @@ def wait_for(kinds):
 
 @untraced
 def wait_for_own(module, _inputs):
-    """Wait, before a module is called, for its own parameters, and for parameters of containers in it.
+    """Wait for a module's own parameters, and for parameters of containers in it. torch calls this before the module.
 
     Two modules of torch read parameters of their children, so this function waits for all parameters in them:
     MultiheadAttention reads its projection without calling it, and TransformerEncoder in eval mode checks the class of

@@ -1,17 +1,17 @@
 """The class to rely on: the core of optimizer.py, made robust by guard/ and by the other files here.
 
-A *bucket* is a list of parameters whose gradients are sent together. The *inner optimizer*, torch's, steps *main
-parameters*: the parts of parameters that this rank owns, or fp32 copies of them if they have 16 bits. Guarded, the base
-class from guard/, calls the methods here that begin with an underscore; guard/guarded.py says when. `super()` is the
-core.
+The *core* is the optimizer without checks; `super()` is the core. Guarded, the base class from guard/, has the checks,
+and calls the methods here that begin with an underscore; guard/guarded.py says when.
 
-In a *round* every bucket is sent once. Each backward pass is a round. If the pass doesn't compute a gradient, zeros are
-sent when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round. Before a step
-the ranks agree on which parameters were used and on the number of rounds.
+- A *bucket* is a list of parameters whose gradients are sent together.
+- The *inner optimizer*, torch's, steps *main parameters*: the parts of parameters that this rank owns, or fp32 copies
+  of them if they have 16 bits.
+- In a *round* every bucket is sent once. Each backward pass is a round. If the pass doesn't compute a gradient, zeros
+  are sent when the pass ends. Inside no_sync() gradients stay in `param.grad` and are sent in a later round.
 
-Other code may change a bucket's tensors. After load_state_dict() the next step starts from the new parameters. A
-gradient may be sparse, missing, or the partial sum of a DTensor. Each parameter has its own storage, because
-safetensors, accelerate and pickle treat views of one storage as one tensor.
+Before a step the ranks agree on which parameters were used and on the number of rounds. If other code has written into
+parameters, as load_state_dict() does, the next step starts from the new values. Each parameter has its own storage,
+because safetensors, accelerate and pickle treat views of one storage as one tensor.
 
 Shown by tests/stages/test_rounds.py, tests/stages/test_overlap.py, tests/stages/test_hostile.py, and
 tests/stages/test_models.py, `test_each_parameter_has_a_storage_of_its_own`.
@@ -45,8 +45,8 @@ class GuardedBucket(Bucket):
     """A bucket that notices what other code does to its parameters, and gives main parameters their memory again.
 
     Attributes of the core's Bucket:
-        params, tensors: the parameters, and what is stored of each: of a DTensor its local part.
-        flat_params, views: the memory of all `tensors`, and a view of it for each of them.
+        params, tensors: the parameters, and for each the tensor to store: itself, or the local part of a DTensor.
+        flat_params, views: the memory of all `tensors`, and for each tensor a view of it.
         main_params: parameter -> main parameter.
 
     Attributes beside these:
@@ -63,7 +63,7 @@ class GuardedBucket(Bucket):
     tensor_of = staticmethod(local)
 
     def partition(self):
-        """Take this rank's part as the core does, and note what the other methods compare with later."""
+        """Make main parameters as the core does, and note what the other methods compare with later."""
         flat = self.flat_params
         if not flat.is_meta:  # tensors on the device "meta" have no memory
             for tensor, view in zip(self.tensors, self.views):
@@ -79,19 +79,19 @@ class GuardedBucket(Bucket):
         self.note_new_params()
 
     def grads(self):
-        """Return the gradients as dense local tensors. A missing gradient is an expanded `zero`, without memory."""
+        """Return the gradients as dense local tensors. A missing gradient is `zero`, expanded without new memory."""
         grads = super().grads()
         for index, grad in enumerate(grads):
             if grad is None:
                 grads[index] = self.zero.expand_as(self.tensors[index])
             elif type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-                if hasattr(self.params[index], "placements"):  # a DTensor, whose gradient may be a partial sum
+                if hasattr(self.params[index], "placements"):  # a DTensor: redistribute() adds up partial sums
                     grad = local(grad.redistribute(placements=self.params[index].placements))
                 grads[index] = grad.to_dense()
         return grads
 
     def note_new_params(self):
-        """Tell autograd that an all-gather changes the parameters, so that it refuses graphs that have read them."""
+        """Tell autograd that an all-gather changes the parameters, so that it refuses graphs with the old ones."""
         torch.autograd.graph.increment_version(self.written)
         self.versions = [tensor._version for tensor in self.written]
 
@@ -109,7 +109,7 @@ class GuardedBucket(Bucket):
                 if tensor.data_ptr() != address]
 
     def start_param_sync(self):
-        """Change the class of the parameters, then send them: from now on, reading a parameter waits for it."""
+        """Change the class of the parameters, and send them. From now on, whoever reads a parameter waits for it."""
         self.inner_tensors.take_back()  # main parameters have their memory again
         self.note_new_params()
         for kind in self.kinds.values():
@@ -127,7 +127,7 @@ class GuardedBucket(Bucket):
             super().finish_param_sync()
         if was_in_flight:
             for param in self.params:
-                param.__class__ = type(param).kind  # the class before
+                param.__class__ = type(param).kind  # the class that it had before it was in flight
             for kind in self.kinds.values():
                 kind.bucket = None
 
@@ -172,7 +172,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     _stage = 4  # for repr()
     _probe = staticmethod(check_elementwise)  # raises an error if `optimizer_cls` isn't element-wise
     _takes_dtensors = True  # parameters may be DTensors
-    _param_grad_holds = "nothing"  # what torch's clipping finds in `param.grad`, unless a gradient waits for a round
+    _param_grad_holds = "nothing"  # what torch's clipping finds in `param.grad`, if nothing waits since no_sync()
 
     def __init__(self, params: ParamsT, optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
                  process_group: dist.ProcessGroup | None = None, average_over: dist.ProcessGroup | float | None = None,
@@ -182,7 +182,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         self.bucket_cap_mb = bucket_cap_mb
         self.reduce_dtype = reduce_dtype
         self.find_unused_parameters = find_unused_parameters
-        self._rounds = Rounds()
+        self._rounds = Rounds()  # counts the rounds since the last step
         self.bucket_class = guarded(self.bucket_class)
         self._watched: dict = {}  # id of a parameter -> (handle of our hook, torch's dict of all its hooks)
         forget_arrived()  # messages of optimizers that were dropped
@@ -236,7 +236,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         """Send the bucket of `param` if it is full now. Autograd calls this method when the gradient is complete."""
         rounds = self._rounds
         if rounds.is_synced:
-            self._refuse_late_backward()  # raises an error if gradients were scaled by average_over
+            self._refuse_late_backward()  # of Guarded: raises an error if gradients were scaled by average_over
         rounds.is_synced = False
         if not rounds.is_accumulating and rounds.backward_pass() is None:  # this is the first gradient of a pass
             self._begin_round()
@@ -246,9 +246,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             rounds.waiting.add(id(param))
             return
         handle, all_hooks = self._watched[id(param)]
-        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:  # the last hook isn't ours
-            # The user's hooks run after our hook and must find this gradient in `param.grad`. So the parameter becomes
-            # ready only after the buckets that are full without it were sent: the next gradient sends its bucket.
+        if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:  # a hook of the user is the last
+            # The user's hooks run after our hook, and must find this gradient in `param.grad`. So its bucket isn't sent
+            # now. The parameter becomes ready after `send_full_buckets`, and the next gradient sends its bucket.
             bucket = self.bucket_of[param]
             bucket.ready.discard(param)  # a re-entrant checkpoint may have made it ready before
             self.send_full_buckets()
@@ -268,7 +268,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             bucket.ready.update([param for param in bucket.params if not param.requires_grad])
 
     def _end_backward(self):
-        """Send zeros for gradients that the pass didn't compute: another rank may have them, and wait for this rank."""
+        """Send zeros for gradients that the pass didn't compute: another rank may have sent them, and wait."""
         self._rounds.backward_pass = lambda: None
         if self._rounds.is_open:
             self._finish_round()
@@ -301,13 +301,15 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     @property
     def _grads_elsewhere(self):
-        """Return whether gradients of this step were ever outside of `param.grad`: they are, once they are sent."""
+        """Return whether gradients of this step were sent, and so taken out of `param.grad`."""
         return self._rounds.went_backward
 
     def _before_average(self, arguments):
-        """Agree with the other ranks, and send every gradient that hasn't been sent. Raise the error if they find one.
+        """Agree with the other ranks, and send every gradient that hasn't been sent. Raise an error if a rank has one.
 
-        Returns False if the ranks had agreed before, in this step. arguments: of clip_grad_norm_() or scale_grads_().
+        Returns False if the ranks had agreed before, in this step.
+
+        arguments: the arguments of clip_grad_norm_() or scale_grads_(), which must be equal on all ranks.
         """
         was_synced = self._rounds.is_synced
         error = error_of(self._agree(arguments), self.param_groups, self.find_unused_parameters)
@@ -326,7 +328,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         rounds = self._rounds
         params = self._params
         faults = what_is_wrong(rounds, params, self.buckets)
-        if rounds.is_synced:  # the ranks have agreed before, so other ranks would not answer
+        if rounds.is_synced:  # the ranks have agreed before in this step, so other ranks would not answer
             return [faults.get(id(param), 0) for param in params]
         if rounds.is_open or rounds.n_ended == 0:  # a pass has failed, or there was no round since the last step
             self._finish_round()
@@ -384,8 +386,8 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _drop_grads(self, params, set_to_none):
         """Drop the gradients that were sent, if `model.zero_grad()` was called for all of them. Else note them as lost.
 
-        guard/dropping.py calls this method with the module's parameters. It waits for gradients in flight, of which
-        every rank has sent its part. In the next step the ranks compare how many rounds were dropped.
+        guard/dropping.py calls this method with the module's parameters. The method waits for gradients in flight. In
+        the next step the ranks compare how many rounds were dropped.
         """
         rounds = self._rounds
         ids = set(map(id, params))
@@ -422,6 +424,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def _owned_ranges(self):
         """Yield (parameter, start, stop, main): `main` is the main parameter of its elements from start to stop."""
         for bucket in self.buckets:
+            # Ranges and main parameters are in the same order.
             for r, (param, main) in zip(bucket.ranges, bucket.main_params.items()):
                 yield param, r.start, r.stop, main
 
@@ -439,7 +442,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
 
     def move_to(self, process_group):
         """Give up this rank's shards, and take the shards of its new rank in `process_group`, without state."""
-        for handle, *_ in self._watched.values():
+        for handle, _ in self._watched.values():  # values: (handle of our hook, torch's dict of hooks)
             handle.remove()
         for collection in (self._watched, self.bucket_of, self.buckets, self.queue, self.idle):
             collection.clear()

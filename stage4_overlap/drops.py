@@ -1,6 +1,6 @@
 """Keeps the messages of several optimizers apart, and finishes the messages of an optimizer that a program drops.
 
-Stage 4 sends gradients from buffers while the model computes, so a buffer may be in use when its optimizer is dropped.
+Stage 4 sends gradients from buffers while the model computes. So a buffer may be in use when its optimizer is dropped.
 Shown by tests/stages/test_models.py, and tests/stages/test_overlap.py, `test_gradients_keep_out_of_other_messages` and
 `test_an_optimizer_that_is_dropped_waits_for_its_parameters`.
 """
@@ -12,8 +12,8 @@ import weakref
 
 import torch.distributed as dist
 
-# Process group -> counter of its optimizers. Each optimizer tags its messages with another number, which is so large
-# that no program uses it for its own messages.
+# Process group -> the tags of its next optimizers. Each optimizer tags its messages with another number. Tags begin at
+# 2**30, so that no program has the same tags for its own messages.
 TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # Gradients that were in flight when their optimizer was dropped: (works, tensors that the works read or write). A work
 # is what an asynchronous collective of torch returns.
@@ -21,7 +21,7 @@ UNDER_WAY: list = []
 
 
 def next_tag(process_group):
-    """Return a tag for the messages of a new optimizer, the same on every rank, because all ranks count alike."""
+    """Return a tag for the messages of a new optimizer. All ranks make the same optimizers, so they get the same."""
     return next(TAGS.setdefault(process_group or dist.group.WORLD, itertools.count(2**30)))
 
 
@@ -33,10 +33,10 @@ def forget_arrived():
 def keep_under_way(travelling, buckets):
     """Keep the tensors of gradients that are in flight when an optimizer is dropped, and wait for its parameters.
 
-    A parameter in flight would keep the model alive until Python collects garbage, so this function waits for them.
+    It waits, because parameters in flight would keep the model alive until Python collects garbage.
 
     travelling: the buffers with gradients in flight.
-    buckets: the optimizer's buckets, lists of parameters that are sent together. Some may be in flight, too.
+    buckets: the optimizer's buckets, lists of parameters that are sent together. Parameters may be in flight, too.
     """
     if sys.is_finalizing():
         return

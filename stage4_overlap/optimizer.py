@@ -42,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     saving, and errors that say what is wrong.
     """
 
-    # Subclasses replace these: distributed.py the first, variants/ all three.
+    # Subclasses replace these: distributed.py replaces the first, the variants in variants/ all three.
     bucket_class, bucket_buffer_class, transport_for = Bucket, BucketBuffer, staticmethod(transport_for)
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, bucket_cap_mb=None,
@@ -96,15 +96,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_own(self):
         """Update the main parameters, with the lr and so on that schedulers have written into our groups."""
-        self.finish_param_sync()  # no forward pass may have waited for some, and their memory is updated now
-        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: the inner group
+        self.finish_param_sync()  # some may still be in flight, and their memory is updated now
+        for group, own in zip(self.param_groups, self.optimizer.param_groups):  # own: of the inner optimizer
             own.update(hyperparameters(group))
         self.optimizer.step()
 
     def sync_params(self):
-        """Send this rank's shards to all ranks, first those of the parameters that the forward pass reads first."""
+        """Send this rank's shards to all ranks. The parameters that the forward pass reads first are sent first."""
         for bucket in reversed(self.buckets):
-            bucket.gradient.is_empty = True  # the next gradients replace these instead of adding to them
+            bucket.gradient.is_empty = True  # the next gradients replace these gradients, and aren't added to them
             bucket.start_param_sync()
         if not self.prefetching:
             self.finish_param_sync()
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         while self.travelling:
             self.receive_oldest()
         for bucket in self.buckets:
-            bucket.gradient.is_empty = True  # the next gradients replace these
+            bucket.gradient.is_empty = True  # the next gradients replace these gradients
         super().zero_grad()
 
     def on_grad_ready(self, param):
@@ -134,11 +134,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.send_full_buckets()
 
     def send_full_buckets(self):
-        """Send full buckets in the order of `buckets`, the same on every rank: a bucket waits for those before it."""
+        """Send full buckets in the order of `buckets`, the same on every rank. A bucket waits for those before."""
         while self.queue and self.queue[0].is_full():
             self.send_grads(self.queue.popleft())
         if not self.queue:
-            self.queue.extend(self.buckets)  # the next gradient is of another micro-batch, or comes after the step
+            self.queue.extend(self.buckets)  # the next gradient comes in another backward pass
 
     @torch.no_grad()
     def send_grads(self, bucket):
@@ -149,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.travelling.append(self.idle.popleft())
 
     def receive_oldest(self):
-        """Wait for the bucket that was sent first, and add its sum to this rank's shard."""
+        """Wait for the bucket that was sent first, and add its gradients to this rank's shard."""
         self.travelling[0].finish_grad_sync()
         self.idle.append(self.travelling.popleft())
 

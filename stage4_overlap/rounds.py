@@ -2,9 +2,11 @@
 
 A bucket is a list of parameters whose gradients are sent together. A round is a backward pass that sends every bucket
 once. A rank may run several rounds before a step.
+
 In the all-reduce the ranks agree on which parameters were used (experts, heads and skipped layers may not be), on the
-number of rounds, and on whether something is wrong with a gradient. A rank's *host* is its CPU. The host knows all this
-without asking its GPU, so the ranks agree in a gloo group, which sends CPU tensors, and no host waits for its GPU.
+number of rounds, and on whether something is wrong with a gradient. A rank's host, its CPU, knows all this without its
+GPU. So the ranks agree in a gloo group, which sends CPU tensors, and no host waits for its GPU.
+
 Shown by tests/stages/test_rounds.py, `test_no_step_waits_for_the_device`, and tests/stages/test_drawn.py.
 """
 
@@ -22,7 +24,7 @@ from guard.refuse import backends_of, data_replaced
 # What is wrong with the gradient of a parameter; 0 means nothing. A larger number is worse, because the ranks agree on
 # the largest number that any rank has for this gradient.
 MISSING = 1  # this rank has no gradient of the parameter
-LATE = 2  # a program has assigned the gradient after the gradient of the backward pass had been sent
+LATE = 2  # a program has assigned a gradient after the gradient of the backward pass had been sent
 LOST = 3  # zero_grad() of a module couldn't drop the gradient, because it had been sent, together with other gradients
 MOVED = 4  # a program has replaced the memory of the parameter, which this optimizer updates
 MOST_NAMES = 9  # the most names of parameters in an error
@@ -34,7 +36,7 @@ N_MADE: collections.Counter = collections.Counter()  # name of a group -> how ma
 class Rounds:
     """Counts the rounds since the last step. Most attributes are changed by the optimizer, in distributed.py.
 
-    They are in an object of their own so that a wrapper which copies the optimizer's attributes shares them with it.
+    Some wrappers copy the optimizer's attributes. They then share this object with the optimizer.
     Sets have ids of parameters, because a tensor's own hash is slow.
 
     Attributes:
@@ -48,8 +50,8 @@ class Rounds:
         waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
             round, `ready` of their bucket has the parameters until the bucket is sent.
         unused: the parameters (no ids) that had no gradient on any rank when the ranks agreed last. They are not
-            updated: the optimizer takes the gradient from their main parameters. A main parameter is what torch's
-            optimizer steps on this rank: a part of the parameter, or an fp32 copy of this part.
+            updated, because the optimizer sets the gradient of their main parameters to None. A main parameter is the
+            part of a parameter that torch's optimizer steps on this rank, or an fp32 copy of this part.
         with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
         with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
             are updated even if no rank uses them, as in torch.
@@ -69,13 +71,13 @@ class Rounds:
         self.start()
 
     def start(self):
-        """Count anew, after a step. Only `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
+        """Count anew, after a step. `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
         self.n_ended = 0
         self.is_open = False
         self.went_backward = False
         self.settings = {}
         self.settings_differ = False
-        self.backward_pass = lambda: None
+        self.backward_pass = lambda: None  # called like a weak reference to nothing
         self.drop()
 
     def zero(self, ids, set_to_none):
@@ -96,21 +98,22 @@ class Rounds:
 
 
 class BackwardPass:
-    """Calls `at_end` when the current backward pass ends; inside a re-entrant checkpoint, when the outer pass ends.
+    """Calls `at_end` when the current backward pass ends.
 
+    A re-entrant checkpoint starts a backward pass inside another one. Then the end of the outer pass counts.
     torch keeps this object until then. If the pass fails, torch drops the object without a call, and weak references to
     the object die.
     """
 
     def __init__(self, at_end):
         self.at_end = at_end
-        self.handle = None  # removes the hook on a node of the outer pass
+        self.handle = None  # of the hook on a node of the outer pass, to remove it
         self._queue()
 
     def _queue(self, *_):
         """Let torch call this object when the backward pass that runs now ends. Hooks of nodes get arguments."""
         if self.handle is not None:
-            self.handle.remove()  # else the graph, which the user may keep, would keep this object after a failure
+            self.handle.remove()  # a user may keep the graph, and the graph would keep this object
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @torch.compiler.disable  # because a compiled function may call backward()
@@ -127,7 +130,7 @@ class BackwardPass:
 def what_is_wrong(rounds, params, buckets):
     """Return {id of a parameter: LATE, LOST or MOVED}, as far as this rank knows. `agree_on_rounds` adds MISSING."""
     moved = []
-    # What is in `param.grad` has waited since no_sync(), or is ready to be sent, or a program has assigned it.
+    # A gradient in `param.grad` waits since no_sync(), or is ready to be sent, or else a program has assigned it.
     assigned = {id(param) for param in params if param.grad is not None} - rounds.waiting
     for bucket in buckets:
         assigned.difference_update(map(id, bucket.ready))
@@ -135,7 +138,7 @@ def what_is_wrong(rounds, params, buckets):
     # After the ranks have agreed, every assignment is too late. Before that, an assignment is too late if a gradient of
     # this parameter was sent.
     late = assigned if rounds.is_synced else assigned & rounds.used
-    # Of several faults of a parameter the worst counts, because the last dict wins.
+    # If a parameter has several faults, the worst counts, because the last dict wins.
     return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
@@ -150,10 +153,11 @@ def host_group(process_group, device):
     if group not in HOST_GROUPS:
         HOST_GROUPS[group] = None
         if "cpu" not in backends_of(group):
-            N_MADE[group.group_name] += 1  # an earlier gloo group may have left entries under its name in the store
+            # A number in the name, because an earlier gloo group may have left entries under its name in the store.
+            N_MADE[group.group_name] += 1
             name = f"{group.group_name} on the host, {N_MADE[group.group_name]}"
             store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-            # torch's private attributes, so that a missing rank is noticed as soon as in `process_group`.
+            # The timeout of `process_group`, private in torch, so that a missing rank is noticed as soon as there.
             timeout = group._get_backend(device).options._timeout
             HOST_GROUPS[group] = dist.ProcessGroupGloo(store, dist.get_rank(group), group.size(), timeout)
     return HOST_GROUPS[group]
@@ -169,10 +173,10 @@ class Agreement(NamedTuple):
 def agree_on_rounds(rounds, params, faults, process_group):
     """Return the Agreement of all ranks, and set `went_backward` and `settings_differ` of `rounds`. Collective.
 
-    The step calls this function. The end of a backward pass would be too early: until the step another pass may follow,
-    a program may assign gradients, and a scheduler may set the lr.
+    The step calls this function, and not the end of a backward pass: until the step another pass may follow, a program
+    may assign gradients, and a scheduler may set the lr.
 
-    faults: the dict that this rank's `what_is_wrong` has returned.
+    faults: what `what_is_wrong` has returned on this rank.
     """
     n_rounds = rounds.n_ended
     are_used = []
@@ -186,8 +190,8 @@ def agree_on_rounds(rounds, params, faults, process_group):
         are_used.append(is_used)
         worst_faults.append(faults.get(id(param), MISSING if is_missing else 0))
     checksum = checksum_of(rounds.settings)
-    # The all-reduce tells every rank the largest of the ranks' numbers, for each fact. The smallest checksum is the
-    # negative of the largest -checksum.
+    # The all-reduce tells every rank, for each fact, the largest number on any rank. The largest -checksum is minus the
+    # smallest checksum. Both are needed to see whether checksums differ.
     facts = [*are_used, *worst_faults, rounds.went_backward, n_rounds, checksum, -checksum]
     report = torch.tensor(facts, dtype=torch.int32, device="cpu")
     gloo_group = host_group(process_group, params[0].device)
@@ -197,7 +201,7 @@ def agree_on_rounds(rounds, params, faults, process_group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         gloo_group.allreduce([report], options).wait()
-    # The same facts in the same order: two of each parameter, and four others. went_backward is now of any rank.
+    # The same facts in the same order: first two lists with a number for each parameter, then four others.
     *of_params, rounds.went_backward, n_rounds, largest, minus_smallest = report.tolist()
     rounds.settings_differ = largest != -minus_smallest
     return Agreement(of_params[: len(params)], of_params[len(params) :], n_rounds)
