@@ -15,7 +15,7 @@ import itertools
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 from stage4_overlap.optimizer import hyperparameters
 
-PER_PARAMETER = {"params", "param_names"}  # entries of a group that have an item for each parameter
+PER_PARAMETER = {"params", "param_names"}  # keys of a parameter group whose lists have an item for each parameter
 
 
 class BucketByBucket(OverlapOptimizer):
@@ -35,14 +35,15 @@ class BucketByBucket(OverlapOptimizer):
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
             own_group.update(hyperparameters(group))
         for bucket in reversed(self.buckets):  # self.buckets is in the order of the backward pass
-            self.unpack(bucket)
+            self.unpack(bucket)  # for variants that override it
+            # main_params: parameter -> its main parameter on this rank.
             step_only(self.optimizer, bucket.main_params.values())
             bucket.gradient.is_empty = True  # the next gradients replace these gradients
             self.pack(bucket)
 
     def sync_params(self):
-        """Wait for the parameters, which `pack` has sent, unless they are prefetched."""
-        if not self.prefetching:
+        """Wait for the parameters, which `pack` has sent, unless `step` may return before they arrive."""
+        if not self.prefetching:  # the core's prefetch_params() sets it
             self.finish_param_sync()
 
 
@@ -75,7 +76,7 @@ def step_only(optimizer, chosen, step=None):
             param.grad = grad
 
 
-def tried_tensor_by_tensor(check, **arguments):
+def probe_of_single_steps(check, **arguments):
     """Return a `_probe`, which the guard (guard/) calls in its constructor to refuse an optimizer class.
 
     The probe trains a few tensors twice: by one call of `step`, and by a call for each tensor. It raises an error if
@@ -86,17 +87,17 @@ def tried_tensor_by_tensor(check, **arguments):
     """
     def probe(make_optimizer, groups):  # make_optimizer: a functools.partial
         # make_optimizer.func is the optimizer class, .keywords are its arguments: lr and so on.
-        make_stepped_one_by_one = functools.partial(stepped_one_by_one(make_optimizer.func), **make_optimizer.keywords)
-        return check(make_stepped_one_by_one, groups, make_plain=make_optimizer, **arguments)
+        make_single_stepper = functools.partial(class_of_single_steps(make_optimizer.func), **make_optimizer.keywords)
+        return check(make_single_stepper, groups, make_plain=make_optimizer, **arguments)
     return staticmethod(probe)
 
 
 @functools.cache
-def stepped_one_by_one(optimizer_cls):
-    """Return a subclass of `optimizer_cls` whose `step` steps each parameter in a call of its own."""
+def class_of_single_steps(optimizer_cls):
+    """Return a subclass of `optimizer_cls` whose `step` calls the `step` of `optimizer_cls` for each parameter."""
     def step(self, closure=None):
         for group in self.param_groups:
-            for param in group["params"]:  # this list stays whole: step_only puts other lists into the group
+            for param in group["params"]:  # step_only puts another list into the group, and leaves this list as it is
                 step_only(self, {param}, super(subclass, self).step)
     subclass = type(optimizer_cls.__name__, (optimizer_cls,), {"step": step})
     return subclass

@@ -50,13 +50,14 @@ class ShardedOptimizer(OverlapOptimizer):
         super().sync_grads()
         if not self.is_finite:  # clipping has called this method before, in this step
             return
-        # The guard sets _agreement_group, the ranks that train the model. The core alone has only `process_group`.
+        # The guard sets _agreement_group, the ranks that train the model. The core alone has only `process_group`. In
+        # both None means all ranks.
         group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
-        params = list(self.is_finite)  # the same on each rank, and in the same order
+        params = list(self.is_finite)  # in the same order on each rank
         ranks = dist.get_process_group_ranks(group)
         own_flags = torch.stack([*self.is_finite.values()]).to(torch.uint8)
         self.is_finite = {}
-        flags_of_ranks = tensors_of_ranks(own_flags, group)
+        flags_of_ranks = tensors_of_ranks(own_flags, group)  # an all-gather: a row for each rank
         bad_places = (flags_of_ranks == 0).nonzero().tolist()  # a list of [rank in the group, index in `params`]
         if bad_places:
             words = [f"{name_of(params[index], self.param_groups)} on rank {ranks[rank]}" for rank, index in bad_places]

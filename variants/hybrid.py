@@ -36,7 +36,7 @@ from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
 class OnMesh:
-    """Takes the process group from `mesh`, whose shape is (r, s), for r groups of s ranks.
+    """The constructor of both optimizers. `mesh` has the shape (r, s), for r groups of s ranks.
 
     The s ranks of a group share a state, 1/s each. The same shard is on r ranks, one in each group.
     """
@@ -64,7 +64,7 @@ class Replicas(OverlapOptimizer):
     """Stage 4's core, which averages each shard of gradients over the ranks of `across`, too."""
 
     def shard(self, groups):
-        """Give all ranks the same parameters, and shard them as the core does, in its constructor."""
+        """Give all groups the parameters of the first, and shard them. The core's constructor calls this method."""
         self.n_passes = collections.Counter()  # bucket -> how often it was received since the last step
         self.averages = {}  # bucket -> its last all-reduce over `across`, to wait() for
         for param in [param for group in groups for param in group["params"]]:

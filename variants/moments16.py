@@ -25,7 +25,7 @@ import torch
 import stage4_overlap
 from guard.probe import check_elementwise
 
-from .by_bucket import BucketByBucket, tried_tensor_by_tensor
+from .by_bucket import BucketByBucket, probe_of_single_steps
 
 
 # The core: the bare optimizer.
@@ -45,8 +45,8 @@ class ShardedOptimizer(BucketByBucket):
 
     def cast_moments(self, bucket, dtype):
         """Cast the moments, which have the shape of their main parameter. A count of steps has another shape."""
-        for main_param in bucket.main_params.values():
-            state = self.optimizer.state.get(main_param, {})
+        for main_param in bucket.main_params.values():  # main_params: parameter -> its main parameter on this rank
+            state = self.optimizer.state.get(main_param, {})  # {} before the first step
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == main_param.shape:
                     state[name] = value.to(dtype)
@@ -57,4 +57,4 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
     """Stage 4's DistributedOptimizer, with moments in bf16."""
 
     # Refuses an optimizer class that isn't element-wise, or that counts calls of `step`, one for each bucket here.
-    _probe = tried_tensor_by_tensor(check_elementwise)
+    _probe = probe_of_single_steps(check_elementwise)

@@ -32,7 +32,7 @@ from stage4_overlap.buffer import Bucket, BucketBuffer, Range, padded_numel
 from stage4_overlap.transport import Exchange, Transport
 from stage4_overlap.transport import transport_for as usual_transport
 
-from .by_bucket import BucketByBucket, tried_tensor_by_tensor
+from .by_bucket import BucketByBucket, probe_of_single_steps
 
 
 def owners(groups, world_size):
@@ -95,7 +95,9 @@ class WholeBucket(Bucket):
         lengths: for each rank, the number of elements of its shard.
         params, tensors: as in Bucket: the parameters, and for each the tensor to store, here the parameter itself.
         numel: as in Bucket: the number of all elements, and of padding.
-        starts, ranges: as in Bucket: where each parameter begins, and the Ranges that this rank owns.
+        starts, ranges: as in Bucket: where each parameter begins, and the Ranges, parts of parameters, of this rank.
+        main_params: as in Bucket: parameter -> its main parameter, which the inner optimizer, torch's, updates.
+        transport: as in Bucket: sends messages. Its `owner_of` is {parameter: the rank that owns it}.
     """
 
     def lay_out(self, alignment):
@@ -175,7 +177,7 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
 
     # Refuses an optimizer class that updates tensors together, or that counts calls of `step`, one for each bucket
     # here. are_views: the probe steps views of one flat tensor, as main parameters are.
-    _probe = tried_tensor_by_tensor(check_one_by_one, are_views=True)
+    _probe = probe_of_single_steps(check_one_by_one, are_views=True)
     _steps_whole_params = True  # main parameters have the shapes of their parameters
 
     def _refuse(self, named):

@@ -30,7 +30,7 @@ import stage4_overlap
 from guard.probe import check_elementwise
 from stage4_overlap.buffer import Bucket, PartitionedParameter
 
-from .by_bucket import BucketByBucket, tried_tensor_by_tensor
+from .by_bucket import BucketByBucket, probe_of_single_steps
 
 
 class SplitParameter(PartitionedParameter):
@@ -94,7 +94,7 @@ class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer
     """Stage 4's DistributedOptimizer, for bf16 parameters without fp32 copies."""
 
     # Refuses an optimizer class that isn't element-wise, or that counts calls of `step`, one for each bucket here.
-    _probe = tried_tensor_by_tensor(check_elementwise)
+    _probe = probe_of_single_steps(check_elementwise)
     # state_dict() calls it on each main parameter: a clone keeps its values when main parameters give up their memory.
     _main_to_save = staticmethod(torch.clone)
 

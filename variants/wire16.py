@@ -4,8 +4,8 @@ Stage 4 (stage4_overlap/) sends gradients in buckets, lists of parameters. Each 
 
 Situation: a model has fp32 parameters, and a network link limits the speed.
 
-Names in other libraries: `reduce_scatter_with_fp32_accumulation` (Megatron-LM). These sum in bf16, too:
-`bf16_compress_hook` (DDP), `communication_data_type` (DeepSpeed), `reduce_dtype` (FSDP2).
+Names in other libraries: `reduce_scatter_with_fp32_accumulation` (Megatron-LM). With sums in bf16,
+not fp32: `bf16_compress_hook` (DDP), `communication_data_type` (DeepSpeed), `reduce_dtype` (FSDP2).
 
 Wire (what a rank sends), in bytes per step, for Ψ parameters: 2Ψ · (d-1)/d of gradients and 4Ψ · (d-1)/d of parameters.
 Gradients of 16-bit parameters are sent as in stage 4.
@@ -41,7 +41,7 @@ class ShardedOptimizer(OverlapOptimizer):
 
     def shard(self, groups):
         """Shard as the core does, in its constructor."""
-        self.reduce_dtype = torch.float32  # the core reads it now: on NCCL, too, the ranks sum in fp32
+        self.reduce_dtype = torch.float32  # the core reads it: on NCCL, too, the ranks sum in fp32
         return super().shard(groups)
 
 
