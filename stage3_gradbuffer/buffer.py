@@ -1,7 +1,8 @@
-"""The buffer of stage 3: gradients and parameters take turns in it, so both collectives are in place.
+"""The buffer of stage 3: gradients and parameters take turns in it, so both collectives work in place.
 
 The buffer is padded, and cut into d equal shards, one for each rank. The inner optimizer is a usual torch optimizer,
-which updates only the main parameters of this rank: the ranges of parameters that lie in its shard, or fp32 copies.
+which updates only the main parameters of this rank: the ranges of parameters that lie in its shard, or fp32 copies of
+them if they have 16 bits.
 Source of the idea: the grad buffer of Megatron-LM's distributed optimizer.
 """
 
@@ -39,8 +40,8 @@ class Range(NamedTuple):
 class GradBuffer:
     """A flat buffer for the gradients of `params`, and then for the updated parameters.
 
-    This is the buffer of rank 0 after each method, with d = 2 and three parameters, the second of which lies in both
-    shards. a, b and c are gradients, A and B averages, p, q and r parameters. `_` is padding, `.` are values of no use:
+    This is the buffer of rank 0 after each method, with d = 2 and three parameters. The second parameter lies in both
+    shards. a, b and c are gradients, A and B averages, p, q and r parameters, `_` is padding, `.` is garbage:
 
                                  rank 0's shard   | rank 1's
         zero                    | 0 0 0 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |  ZEROS
@@ -49,8 +50,8 @@ class GradBuffer:
         take_main_params        | p p p _ q q q q | . . . . . . . . |  PARAM_SHARD  stepped, and garbage
         all_gather_params       | p p p _ q q q q | q _ _ _ r r _ _ |  PARAMS
 
-    The inner optimizer updates main parameters, by main gradients. Both have at least 32 bits. The same code serves
-    three cases:
+    The inner optimizer updates main parameters, and reads main gradients. Both have at least 32 bits. There are three
+    cases:
 
         parameters  gradients   main gradients          main parameters
         fp32        fp32        the shard itself        this rank's ranges of the model's own parameters
@@ -69,7 +70,7 @@ class GradBuffer:
             gradients have twice as many bits.
         grad_shard, param_shard: (padded numel / d,): this rank's part of `flat`, and of `flat_params`.
         grads, new_params: for each parameter a view of `flat`, and a view of `flat_params`, in its shape. The view of
-            `flat` is `param.grad`, or `param.main_grad` if the gradients have another dtype.
+            `flat` is also `param.grad`, or `param.main_grad` if gradients have another dtype than parameters.
         ranges: which parts of which parameters lie in this rank's shard.
         main_grad_shard: `grad_shard`, or an fp32 copy of it if gradients have 16 bits.
         main_params, main_grads: for each range what the inner optimizer updates, (range numel,), and its gradient.
@@ -115,7 +116,7 @@ class GradBuffer:
         param.register_post_accumulate_grad_hook(self.take_grad)
 
     def attach(self, param, grad):
-        """Let gradients of `param` be added to `grad`, its view of the buffer: by autograd, or else by `take_grad`."""
+        """Let autograd, or else `take_grad`, add gradients of `param` to `grad`, a view of the buffer."""
         if grad.dtype == param.dtype:
             param.grad = grad
         else:
@@ -151,24 +152,24 @@ class GradBuffer:
         copy_all(self.params, self.new_params)
 
     def zero(self):
-        """Any state -> ZEROS, for the next backward pass to add to. Padding is zero again, too."""
+        """Any state -> ZEROS, to which the next backward pass adds. Padding is zero again, too."""
         self.flat.zero_()
         self.holds = Holds.ZEROS
 
 
 def param_starts(numels, alignment):
-    """Return where parameters begin that lie one after the other, at multiples of `alignment`, and where they end."""
+    """Lay parameters one after the other, at multiples of `alignment`. Return where each begins, and the end."""
     return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
 
 
 def padded_numel(numel, world_size, alignment):
-    """Return `numel`, rounded up to a length that cuts into `world_size` equal shards, multiples of `alignment`."""
+    """Round `numel` up to a length that cuts into `world_size` equal shards of multiples of `alignment`."""
     unit = world_size * alignment
     return -(-numel // unit) * unit  # -(-a // b) rounds a / b up
 
 
 def ranges_in_shard(numels, starts, shard_start, shard_stop):
-    """Return which parts of parameters lie between two positions, as Ranges. Shards ignore parameter boundaries."""
+    """Return, as Ranges, the parts of parameters between two positions. A shard may begin or end within a parameter."""
     ranges = []
     for index, (numel, param_start) in enumerate(zip(numels, starts)):
         start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
@@ -183,7 +184,7 @@ def views_of(flat, params, starts):
 
 
 def cut_ranges(shard, ranges):
-    """Return a view of a shard for each of `ranges`, (range numel,); padding may lie between them."""
+    """Return for each of `ranges` a view of `shard`, (range numel,). Padding may lie between them."""
     return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]
 
 

@@ -246,18 +246,18 @@ class BucketBuffer:
 
 
 def param_starts(numels, alignment):
-    """Return where parameters begin that lie one after the other, at multiples of `alignment`, and where they end."""
+    """Lay parameters one after the other, at multiples of `alignment`. Return where each begins, and the end."""
     return list(itertools.accumulate((padded_numel(numel, 1, alignment) for numel in numels), initial=0))
 
 
 def padded_numel(numel, world_size, alignment):
-    """Return `numel`, rounded up to a length that cuts into `world_size` equal shards, multiples of `alignment`."""
+    """Round `numel` up to a length that cuts into `world_size` equal shards of multiples of `alignment`."""
     unit = world_size * alignment
     return -(-numel // unit) * unit  # -(-a // b) rounds a / b up
 
 
 def ranges_in_shard(numels, starts, shard_start, shard_stop):
-    """Return which parts of parameters lie between two positions, as Ranges. Shards ignore parameter boundaries."""
+    """Return, as Ranges, the parts of parameters between two positions. A shard may begin or end within a parameter."""
     ranges = []
     for index, (numel, param_start) in enumerate(zip(numels, starts)):
         start, stop = max(shard_start, param_start), min(shard_stop, param_start + numel)
@@ -272,5 +272,5 @@ def views_of(flat, params, starts):
 
 
 def cut_ranges(shard, ranges):
-    """Return a view of a shard for each of `ranges`, (range numel,); padding may lie between them."""
+    """Return for each of `ranges` a view of `shard`, (range numel,). Padding may lie between them."""
     return [shard[r.offset : r.offset + r.stop - r.start] for r in ranges]
