@@ -54,8 +54,8 @@ class GuardedBucket(Bucket):
         inner_tensors: gives main parameters their memory again if the inner optimizer has replaced it.
         zero: a zero without dimensions, in the dtype of the parameters.
         addresses: the memory address of each tensor in `tensors`.
-        written: all tensors that other code may write into: each parameter, and the local tensor of a DTensor.
-        versions: autograd's version counter of each tensor in `written`; a later write changes it.
+        writable_tensors: all tensors that other code may write into: each parameter, and the local tensor of a DTensor.
+        versions: autograd's version counter of each tensor in `writable_tensors`; a later write changes it.
         kinds: class of parameters -> their class while they are in flight.
         name: the bucket's name in torch.profiler. The optimizer sets it, in `_watch_shards`.
     """
@@ -75,7 +75,7 @@ class GuardedBucket(Bucket):
         self.addresses = [view.data_ptr() for view in self.views]
         BUCKETS[self] = None  # awaited.py may have to wait for all buckets
         self.kinds = {kind: awaited(kind) for kind in set(map(type, self.params))}
-        self.written = list(dict.fromkeys([*self.params, *self.tensors]))
+        self.writable_tensors = list(dict.fromkeys([*self.params, *self.tensors]))
         self.note_new_params()
 
     def grads(self):
@@ -92,12 +92,12 @@ class GuardedBucket(Bucket):
 
     def note_new_params(self):
         """Tell autograd that an all-gather changes the parameters, so that it refuses graphs with the old ones."""
-        torch.autograd.graph.increment_version(self.written)
-        self.versions = [tensor._version for tensor in self.written]
+        torch.autograd.graph.increment_version(self.writable_tensors)
+        self.versions = [tensor._version for tensor in self.writable_tensors]
 
     def take_model_changes(self):
         """Update the main parameters if other code has written into the parameters."""
-        if self.versions != [tensor._version for tensor in self.written]:
+        if self.versions != [tensor._version for tensor in self.writable_tensors]:
             update_main_param(self.parameter.main_shard, self.parameter.shard)
 
     def moved_params(self):
@@ -243,7 +243,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         # A pass may compute a gradient after its round has sent all buckets, with a re-entrant checkpoint for example.
         # Such a gradient waits for the next round.
         if rounds.is_accumulating or not rounds.is_open:
-            rounds.waiting.add(id(param))
+            rounds.ids_waiting.add(id(param))
             return
         handle, all_hooks = self._watched[id(param)]
         if len(all_hooks) > 1 and next(reversed(all_hooks)) != handle.id:  # a hook of the user is the last
@@ -282,11 +282,11 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def send_grads(self, bucket):
         """Send a bucket as the core does, and note which gradients were sent. The core calls this in bucket order."""
         rounds = self._rounds
-        used = [id(param) for param in bucket.params if param.grad is not None]
+        new_ids = [id(param) for param in bucket.params if param.grad is not None]
         with profiler_range(f"{bucket.name}: reduce-scatter"):
             super().send_grads(bucket)
-        rounds.used.update(used)
-        rounds.waiting.difference_update(used)
+        rounds.ids_sent.update(new_ids)
+        rounds.ids_waiting.difference_update(new_ids)
         if not self.queue:  # this was the last bucket
             rounds.is_open = False
             rounds.n_ended += 1
@@ -297,7 +297,7 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
     def has_grads(self):
         """Return whether this rank is between backward() and step()."""
         rounds = self._rounds
-        return bool(rounds.waiting or rounds.n_ended > rounds.n_dropped or rounds.is_open)
+        return bool(rounds.ids_waiting or rounds.n_ended > rounds.n_dropped or rounds.is_open)
 
     @property
     def _grads_elsewhere(self):
@@ -340,17 +340,17 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
             self._finish_round()
         unused = set()  # on all ranks
         for param, is_used in zip(params, agreement.are_used):
-            if not is_used and id(param) not in rounds.with_zeros:
+            if not is_used and id(param) not in rounds.ids_with_zeros:
                 unused.add(param)
         # A parameter that no rank has used isn't updated, because its main parameter has no gradient.
-        for param in rounds.unused | unused:
+        for param in rounds.unused_params | unused:
             bucket = self.bucket_of[param]
             if param in bucket.main_params:
                 bucket.main_params[param].grad = None if param in unused else bucket.main_grads[param]
-        rounds.unused = unused
+        rounds.unused_params = unused
         rounds.is_synced = True
         if self.find_unused_parameters:
-            rounds.with_grad.update(id(param) for param in params if param not in unused)
+            rounds.ids_with_grad.update(id(param) for param in params if param not in unused)
         return agreement.worst_faults
 
     def _take_model_changes(self):
@@ -375,10 +375,10 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         backward pass, or if its pass has failed before the first gradient, the other ranks wait for this rank.
         """
         rounds = self._rounds
-        if rounds.waiting or rounds.went_backward:
+        if rounds.ids_waiting or rounds.went_backward:
             self._agree({})  # so that every rank sends, and receives, the same rounds
         rounds.start()
-        rounds.zero(rounds.with_grad, set_to_none)
+        rounds.zero(rounds.ids_with_grad, set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # zero_grad() reads no element, so it needn't wait
             super().zero_grad(set_to_none)
 
@@ -393,9 +393,9 @@ class DistributedOptimizer(Guarded, ShardedOptimizer):
         ids = set(map(id, params))
         rounds.zero(ids, set_to_none)
         others_have_grads = any(param.grad is not None for param in all_params(self) if id(param) not in ids)
-        if others_have_grads or rounds.used - ids:  # gradients of parameters outside of `params` must stay
-            rounds.lost |= rounds.used & ids
-        elif rounds.used or rounds.is_open:
+        if others_have_grads or rounds.ids_sent - ids:  # gradients of parameters outside of `params` must stay
+            rounds.ids_lost |= rounds.ids_sent & ids
+        elif rounds.ids_sent or rounds.is_open:
             if rounds.is_open:  # a pass that failed
                 self._finish_round()
             rounds.drop()

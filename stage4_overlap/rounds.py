@@ -37,24 +37,23 @@ class Rounds:
     """Counts the rounds since the last step. Most attributes are changed by the optimizer, in distributed.py.
 
     Some wrappers copy the optimizer's attributes. They then share this object with the optimizer.
-    Sets have ids of parameters, because a tensor's own hash is slow.
+    Sets contain ids of parameters, because a tensor's own hash is slow.
 
     Attributes:
         n_ended: number of rounds that have ended.
         n_dropped: number of ended rounds whose gradients `model.zero_grad()` has dropped.
         is_open: whether a backward pass has begun a round that hasn't ended.
-        went_backward: whether a backward pass has begun a round on this rank; after the ranks have agreed, whether one
-            has on any rank.
-        used: ids of the parameters whose gradient this rank has sent.
-        lost: ids in `used` whose gradient `model.zero_grad()` should have dropped.
-        waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. Inside a
-            round, `ready` of their bucket has the parameters until the bucket is sent.
-        unused: the parameters (no ids) that had no gradient on any rank when the ranks agreed last. They are not
+        went_backward: whether a backward pass has begun a round on this rank. After the ranks have agreed: on any rank.
+        ids_sent: ids of the parameters whose gradient this rank has sent.
+        ids_lost: ids in `ids_sent` whose gradient `model.zero_grad()` should have dropped.
+        ids_waiting: ids of the parameters whose gradient came outside of a round, and is still in `param.grad`. (If the
+            gradient comes inside a round, the parameter is in `ready` of its bucket until the bucket is sent.)
+        unused_params: the parameters (no ids) that had no gradient on any rank when the ranks agreed last. They are not
             updated, because the optimizer sets the gradient of their main parameters to None. A main parameter is the
             part of a parameter that torch's optimizer steps on this rank, or an fp32 copy of this part.
-        with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
-        with_zeros: ids in `with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with zeros. They
-            are updated even if no rank uses them, as in torch.
+        ids_with_grad: ids of the parameters that any rank has used since `zero_grad(set_to_none=True)`.
+        ids_with_zeros: ids in `ids_with_grad` of the parameters that `zero_grad(set_to_none=False)` has left with
+            zeros. They are updated even if no rank uses them, as in torch.
         settings: name -> value, of the parameter groups, and arguments of `clip_grad_norm_` or `scale_grads_`. The
             optimizer sets them before the ranks compare them.
         settings_differ: whether the settings differ between ranks, however little.
@@ -65,13 +64,13 @@ class Rounds:
 
     def __init__(self):
         self.is_accumulating = False
-        self.unused = set()
-        self.with_grad = set()
-        self.with_zeros = set()
+        self.unused_params = set()
+        self.ids_with_grad = set()
+        self.ids_with_zeros = set()
         self.start()
 
     def start(self):
-        """Count anew, after a step. `is_accumulating`, `unused`, `with_grad` and `with_zeros` stay."""
+        """Count anew, after a step. `is_accumulating`, `unused_params`, `ids_with_grad` and `ids_with_zeros` stay."""
         self.n_ended = 0
         self.is_open = False
         self.went_backward = False
@@ -83,18 +82,18 @@ class Rounds:
     def zero(self, ids, set_to_none):
         """Note that zero_grad(set_to_none) was called for the parameters with these ids."""
         if set_to_none:
-            self.with_zeros -= ids
-            self.with_grad -= ids
+            self.ids_with_zeros -= ids
+            self.ids_with_grad -= ids
         else:
-            self.with_zeros |= self.with_grad & ids
+            self.ids_with_zeros |= self.ids_with_grad & ids
 
     def drop(self):
         """Forget all gradients. The rounds that have sent them still count, and the ranks compare their number."""
         self.n_dropped = self.n_ended
         self.is_synced = False
-        self.used = set()
-        self.waiting = set()
-        self.lost = set()
+        self.ids_sent = set()
+        self.ids_waiting = set()
+        self.ids_lost = set()
 
 
 class BackwardPass:
@@ -131,15 +130,15 @@ def what_is_wrong(rounds, params, buckets):
     """Return {id of a parameter: LATE, LOST or MOVED}, as far as this rank knows. `agree_on_rounds` adds MISSING."""
     moved = []
     # A gradient in `param.grad` waits since no_sync(), or is ready to be sent, or else a program has assigned it.
-    assigned = {id(param) for param in params if param.grad is not None} - rounds.waiting
+    assigned = {id(param) for param in params if param.grad is not None} - rounds.ids_waiting
     for bucket in buckets:
         assigned.difference_update(map(id, bucket.ready))
         moved += bucket.moved_params()
     # After the ranks have agreed, every assignment is too late. Before that, an assignment is too late if a gradient of
     # this parameter was sent.
-    late = assigned if rounds.is_synced else assigned & rounds.used
+    late = assigned if rounds.is_synced else assigned & rounds.ids_sent
     # If a parameter has several faults, the worst counts, because the last dict wins.
-    return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
+    return dict.fromkeys(late, LATE) | dict.fromkeys(rounds.ids_lost, LOST) | dict.fromkeys(map(id, moved), MOVED)
 
 
 def host_group(process_group, device):
@@ -185,7 +184,7 @@ def agree_on_rounds(rounds, params, faults, process_group):
         has_grad = param.grad is not None
         if has_grad:
             n_rounds = rounds.n_ended + 1  # no_sync() has kept this gradient: one more round will send it
-        is_used = has_grad or id(param) in rounds.used
+        is_used = has_grad or id(param) in rounds.ids_sent
         is_missing = param.requires_grad and not is_used
         are_used.append(is_used)
         worst_faults.append(faults.get(id(param), MISSING if is_missing else 0))
