@@ -66,7 +66,7 @@ class OneProcess:
     no_sync = prefetch_params = finish_param_sync = contextlib.nullcontext
 
     def __init__(self, params, optimizer_cls, **kwargs):
-        super().__init__(params, **kwargs)  # of the optimizer of torch
+        super().__init__(params, **kwargs)  # `optimizer_cls` is a base of this class, and needs only its arguments
         self.start = [dict(group) for group in self.param_groups]  # copies, because schedulers write into groups
         self.last = self.start  # copies of the groups as they were in the step before
 
@@ -163,7 +163,7 @@ def add_stale(self):
 
 
 def fill_with_zeros(self):
-    """Give parameters without a gradient a gradient of zeros. This is right, too (grade/levels.py)."""
+    """Give parameters without a gradient a gradient of zeros. That is right, too, and grade/levels.py tries it."""
     for param in self.params():
         if param.grad is None:
             param.grad = torch.zeros_like(param)
