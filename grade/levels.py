@@ -304,7 +304,7 @@ def transposed(grader):
 def follows_loaded(grader):
     """Check that a step of bfloat16 parameters starts from weights that were loaded after the constructor.
 
-    SGD moves an element by lr · gradient, and gradients are below 1 here. Weights from before the load are farther away.
+    SGD moves an element by lr · gradient, and gradients are below 1 here. Older weights are farther away.
     """
     run = Run(dtype=torch.bfloat16, reloads=True, steps=1)
     loaded = flat_copy(run.model(OTHER_SEED).parameters())

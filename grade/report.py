@@ -165,8 +165,8 @@ def grade(grader, args):
     last_level = 3 if facts.is_whole else 2  # a core has no level 3
     is_ring = grader.package.endswith(f".{RING}")
     levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
-    # Whether no check has `only` in its name. checks_of returns (title, Checks).
-    is_unknown = args.only and not any(checks_of(level, grader, args.only)[1] for level in levels)
+    # Whether no check has `only` in its name, which a drill ignores. checks_of returns (title, Checks).
+    is_unknown = not number and args.only and not any(checks_of(level, grader, args.only)[1] for level in levels)
     if number:
         is_right = grade_drill(number, grader, args.hint)
     elif is_unknown:

@@ -168,7 +168,7 @@ class Training:
     """Trains with a Candidate's class as a Run says, and notes in `seen` what happens on its rank.
 
     ranks: whose batches this process trains on. A rank has only its own; the losses of several ranks are averaged.
-    weight: a function of (step, micro-batch), which returns the factor of the loss. Only grade/mistakes.py passes others than 1.
+    weight: a function of (step, micro-batch), which returns the factor of the loss: 1, except in grade/mistakes.py.
     """
 
     def __init__(self, candidate, run, ranks, weight):
@@ -290,7 +290,7 @@ class Training:
         self.seen.first_layer_waited = [entry.is_awaited for entry in self.seen.after_inner]
 
     def note_gradient(self, _):
-        """Note how many collectives are in flight. Torch calls this after each gradient: the last call's number stays."""
+        """Note how many collectives are in flight. Torch calls this after each gradient, and the last call counts."""
         self.seen.n_in_flight = sum(not entry.is_awaited for entry in self.entries[self.step_start :])
 
     def note_collectives(self):

@@ -208,8 +208,8 @@ def functions_in(file_number, parent, prefix=""):
         if isinstance(node, ast.FunctionDef):
             # For Python's tracing, which show/trace.py uses, a function begins with its first decorator.
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            docstring = ast.get_docstring(node) or ""
-            functions.append([prefix + node.name, file_number, first, node.end_lineno, docstring])
+            functions.append([prefix + node.name, file_number, first, node.end_lineno,
+                              ast.get_docstring(node) or ""])
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             functions += functions_in(file_number, node, f"{prefix}{node.name}.")
     return functions
