@@ -105,7 +105,7 @@ def norm_of(params):
 
 
 def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
-    """Return the Seen of one process that has the batches of all `ranks`. The other arguments make a mistake:
+    """Return the Seen of one process that has the batches of all `ranks`. The other arguments make a mistake.
 
     settings: {field of `run`: value that it has in the mistake}. methods: functions that replace methods of OneProcess.
     weight: a function of (d, number of micro-batches in a step, step, micro-batch's number). It returns the factor of
@@ -115,6 +115,7 @@ def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
     d = len(ranks)
     # A class derived from OneProcess and from the run's optimizer class. inner_optimizer returns (class, arguments).
     cls = type("Mistaken", (OneProcess, run.inner_optimizer()[0]), {"d": d, **methods})
+    # One process begins no collectives: its `entries` stay empty.
     return play(Candidate(cls, rank=0, entries=[]), run, ranks, functools.partial(weight, d, run.micro_batches))
 
 
@@ -123,8 +124,8 @@ def each_alone(run, d):
     return [in_one_process(run, [rank]) for rank in range(d)]
 
 
-# Functions that MISTAKES below puts in place of methods of OneProcess. In a Run with `unused` the first
-# parameter is used by one rank in step 0 and in most others, and by no rank in the rest: it has no gradient there.
+# Functions that MISTAKES below puts in place of methods of OneProcess. In a Run with `unused`, one rank uses the first
+# parameter in two of three steps. In the third step no rank uses it, and it has no gradient.
 
 
 def norm_of_the_step_before(self):
@@ -153,10 +154,10 @@ def mean_over_users(self):
 
 
 def add_stale(self):
-    """Add to the first parameter's gradient what ranks that don't use it send by mistake: the average of before."""
+    """Add a mistake to the first parameter's gradient: ranks that don't use it send the average of the step before."""
     param = self.params()[0]
     n_users = 0 if param.grad is None else 1
-    if hasattr(self, "stale"):  # the average of the step before, which the last line below has kept
+    if hasattr(self, "stale"):  # the average of the step before, kept by the last line
         of_others = self.stale * (self.d - n_users) / self.d
         param.grad = param.grad + of_others if n_users else of_others
     self.stale = param.grad
@@ -257,7 +258,7 @@ MISTAKES = {
         "gradients of the step before are added again: zero_grad() must forget them":
             {"grad_after_zero_grad": lambda self, param, set_to_none: param.grad},
         "parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed":
-            # In step 0 alone gradients arrive.
+            # Gradients arrive only in step 0. Later .grad is the parameter alone.
             {"grad_after_zero_grad": own_value, "weight": lambda d, n, step, micro: float(step == 0)},
         "gradients were added to parameters: the buffer must be zeroed when these have been copied out":
             {"grad_after_zero_grad": own_value}}}

@@ -31,11 +31,11 @@ def say(*lines):
 def checks_of(level, grader, only=""):
     """Return (title, Checks) of a level, or of exercise 0 if `level` is RING. Two kinds of checks are left out:
 
-    Checks whose name lacks the text `only`. Checks that aren't for the graded class: `fact` of a Check names what must
-    be true of the class, and "" is for all classes.
+    - checks whose name lacks the text `only`
+    - checks that aren't for the graded class: `fact` of a Check names what must be true of the class; "": nothing must
     """
-    # Each module has (title, Checks): `levels` for 1 and 2, `collective` for exercise 0, and `contract` for 3. It makes
-    # level 3 in a call, because it imports tests for it.
+    # Three modules have checks: grade/levels.py for levels 1 and 2, grade/collective.py for exercise 0, and
+    # grade/contract.py for level 3, which it makes from tests when it is called.
     if level == 3:
         title, checks = contract.level()
     elif level == RING:
@@ -165,7 +165,7 @@ def grade(grader, args):
     last_level = 3 if facts.is_whole else 2  # a core has no level 3
     is_ring = grader.package.endswith(f".{RING}")
     levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
-    # Whether no check has `only` in its name, which a drill ignores. checks_of returns (title, Checks).
+    # Whether no check has `only` in its name. Drills ignore `only`. checks_of returns (title, Checks).
     is_unknown = not number and args.only and not any(checks_of(level, grader, args.only)[1] for level in levels)
     if number:
         is_right = grade_drill(number, grader, args.hint)

@@ -185,7 +185,7 @@ def draw_flights(picture, system, second_of, tile):
 
 
 def draw_bars(picture, top, system, second_of):
-    """Draw two lines of bars, whose x are times of the system's clock: what a rank computes, and what it sends.
+    """Draw two lines of bars, with times from left to right: what a rank computes, and what it sends.
 
     second_of: the function in `draw`.
     """

@@ -13,7 +13,7 @@ belongs to no element. The meaning of origin depends on the kind; it is None whe
     gradient    of one rank, from its own batch; origin: the rank
     share       this gradient divided by the number of ranks; origin: the rank
     average     of the gradients of all ranks; origin: the step of training
-    parameter   origin: how many steps have updated it. Only the Table has this kind. A recording has old, new and stale
+    parameter   origin: how many steps have updated it. Only the Table has this kind. A recording has in its place
     old         a parameter before the step that an event belongs to
     new         a parameter after this step
     stale       a parameter that lacks the update of the step before, although the next step has begun
@@ -105,7 +105,7 @@ def labels_of(trace, table):
     elements = dict(element_of_view)
     labels = {}
     for event in trace.events:
-        for uid, memory in event.memory.items():
+        for uid, memory in event.memory.items():  # memory: the bytes of the storage
             if (uid, memory) in labels:
                 continue
             labels_of_storage = []

@@ -3,10 +3,10 @@
 A recording (show/frames.py) has the memory of each rank in storages. A storage consists of cells, of one number each. A
 cell may hold an element of a parameter: elements of all parameters are counted from 0. Two texts name a storage:
 
-    row     what is written at its cells: a class and its attribute, or a function and its local variable, of the
-            optimizer that is shown, or "parameters" or "gradients"
-    part    tells storages of the same row apart: "p0" is parameter 0 or its gradient, and otherwise it is the number of
-            an object, such as "1", or ""
+    row     what is written at its cells: "parameters", "gradients", or a name from the optimizer that is shown (a class
+            and its attribute, or a function and its local variable)
+    part    tells storages of the same row apart: "p0" for parameter 0 or its gradient, otherwise the number of an
+            object, such as "1", or ""
 
 The cells of a row form a grid for each rank. A place is [column, line] of a cell in this grid, both counted from 0. A
 column has the same element in every row, or the same memory at different times.
@@ -49,9 +49,9 @@ def places_in(storage, recording, homes):
     # Otherwise the parts of a row are drawn one behind the other. Two storages may have the same part, at different
     # times: they are drawn in the same place, so their part counts once.
     numel_of_part = {}  # of the parts before this part
-    row = storage["rank"], storage["row"]
+    row_of_rank = storage["rank"], storage["row"]
     for other in recording["storages"]:
-        if (other["rank"], other["row"]) == row and other["part"] < part:
+        if (other["rank"], other["row"]) == row_of_rank and other["part"] < part:
             numel_of_part[other["part"]] = other["numel"]
     first = sum(numel_of_part.values())
     return in_lines(range(first, first + numel), recording)

@@ -14,7 +14,7 @@ the recording of a training step with this optimizer. A recording (show/frames.p
 A scene takes one beat after the other. It shows the caption, then the messages that have arrived since the last beat,
 as flying cells, and then the memory in the frame of the beat.
 
-The last text that picture.rect and picture.text get has CSS classes of show/page/cells.css.
+Texts such as "bar live" and "middle soft" are CSS classes of show/page/cells.css.
 """
 
 import textwrap
@@ -219,11 +219,11 @@ class Panel:
 
 
 def draw_timeline(picture, recording, frames_seen, top):
-    """Draw bars below the y `top`, whose x are frames. Return the y below the bars.
+    """Draw lines of bars, with the frames from left to right. Return the y below them. top: the y where they begin.
 
-    The first line has the phases of the training step. The lines below have the operations: one for each bucket, a part
-    of the gradients that is sent at once, or one for each kind of operation if there is only one bucket. An operation
-    is highlighted while it is in flight. A vertical mark moves along to the frame that is seen.
+    The first line has the phases of the training step. The lines below have the operations: a line for each bucket, or
+    for each kind of operation if there is only one bucket. A bucket is a part of the gradients that is sent at once. An
+    operation is highlighted while it is in flight. A vertical mark moves along to the frame that is seen.
     frames_seen: [(frame, start, stop), …]: the memory after `frame` is seen from second `start` to `stop`.
     """
     n_frames = len(recording["frames"])
