@@ -217,17 +217,17 @@ class Movement:
         self.ranks = ranks
         self.play_again = play_again
         self.d = len(ranks)
-        # One value for each element (numel,):
+        # These have one value for each element (numel,):
         self.start = run.start()
         self.mean_grad = torch.stack([run.grad(rank) for rank in range(self.d)]).mean(dim=0)
         self.right_move = run.lr * self.mean_grad  # what one step should take away
         self.due = self.start - self.right_move  # the right values after one step
-        # One value for each rank and element (d, numel):
+        # These have one value for each rank and element (d, numel):
         self.end = torch.stack([seen.snapshots[-1] for seen in ranks])  # the values after the last step
         self.stays = near(self.end, self.start)  # where an element has not moved
         self.is_wrong = ~self.stays & ~near(self.end, self.due)
         self.moves = self.start - self.end  # what the steps have taken away
-        self.ratios = self.moves / self.right_move  # by how many mean gradients, times lr, an element has moved
+        self.ratios = self.moves / self.right_move  # each element has moved by ratio · lr · mean gradient
 
     def explanation(self):
         """Explain elements that are wrong after all steps; return None if all are right."""
@@ -282,9 +282,9 @@ class Movement:
         return text, combination.cause(self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
-        """Yield (cause, the factor of the mean gradient by which elements then move), the likeliest cause first.
+        """Yield (cause, factor): with this cause elements move by factor · lr · mean gradient. The likeliest is first.
 
-        factor: the factor by which they have moved.
+        factor: the factor by which elements have moved here.
         """
         # Step 1 moves elements by the mean gradient. Step 2 averages what the ranks have then: all have a new gradient,
         # and the owner has the mean, too. So step 2 moves elements by (mean + d · mean) / d.

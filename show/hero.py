@@ -7,9 +7,9 @@ The picture is an animation. It is drawn from the constants below, and not from 
 four columns, one for each rank. A column has a row of four cells for each kind of memory, such as gradients. A cell is
 a quarter: cell r belongs to rank r. Below the cells are two lines with bars: what a rank computes, and what it sends.
 
-Each system has a clock. It starts with the backward pass and stops after the next forward pass. Bytes are those of
-AdamW with 32-bit values. The same work takes as long in each system. The ratio of a forward pass, a backward pass and
-half of an all-reduce was measured on a network of 300 Mbit/s, as were the times in README.md's table.
+Each system has a clock. It starts with the backward pass and stops after the next forward pass. The same work takes the
+same time in each system. The ratio of a forward pass, a backward pass and half of an all-reduce was measured on a
+network of 300 Mbit/s, as were the times in README.md's table. Bytes are counted for AdamW with 32-bit values.
 """
 
 from itertools import permutations, product

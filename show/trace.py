@@ -33,7 +33,7 @@ CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
 # (what a line of loop.py contains, the phase of a training step that begins with this line)
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
 SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes that the walk through the core leaves out
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of the two moments of a parameter
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names for the two moments of a parameter
 
 
 class Place(NamedTuple):
