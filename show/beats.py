@@ -18,7 +18,7 @@ class Beat(NamedTuple):
     visit: int = 0  # which execution of the line is meant, counted from 0; -1: the last
     also: str = ""  # a part of another line in the same function, which the page marks, too
     look: str = ""  # the name of the row of memory that the sentence is about
-    # Some programs are shown beside another recording, the right one. Its line for the sentence, if it isn't `code`:
+    # Another recording may be shown beside. If its line for the sentence isn't `code`, these name it:
     right: str = ""  # a part of the line
     right_visit: int = 0  # which execution of the line
 

@@ -135,7 +135,7 @@ class Trace:
         return self.on_line
 
     def on_line(self, frame, what, argument):
-        """End the last event, and begin the next: of a line, or after a return of the rest of the caller's line.
+        """End the last event and begin the next: a line, or after a return the rest of the caller's line.
 
         what: "line" before a line runs, "return" when a function returns. Return what Python shall call at the next
         line: this method.
@@ -280,7 +280,7 @@ class Trace:
         return tensors
 
     def roots(self):
-        """Return the NamedValues at which the walk begins, those first whose names are preferred."""
+        """Return the NamedValues at which the walk begins. The first that leads to a storage gives it its name."""
         roots = []
         for index, param in enumerate(self.model.parameters()):
             roots.append(NamedValue(param, "parameters", f"p{index}"))
@@ -325,7 +325,7 @@ class Trace:
         name = type(instance).__name__
         of_class = self.instances.setdefault(name, {})
         # The instance is held too: otherwise another object could get its id.
-        _, number = of_class.setdefault(id(instance), (instance, len(of_class)))
+        _, number = of_class.setdefault(id(instance), (instance, len(of_class)))  # (the instance, its number)
         return f"{name}.", str(number)
 
     def states(self):
