@@ -13,7 +13,7 @@ optimizer. After its step the rank sends what it owns to the others. A Seen is w
     after_inner     the collectives that began after that
     never_awaited   the collectives whose results nobody has waited for
 
-Most names in capitals are causes: the texts by which a learner is told of a likely mistake.
+Most names in capitals are causes: texts that tell a learner the likely mistake.
 """
 
 import itertools
@@ -125,7 +125,7 @@ class ByHand(Run):
     lr: float = LR
     reverses: bool = False  # whether rank 1 computes the parameters' gradients in reverse order
     start_is_rank: bool = False  # whether all elements begin as r on rank r
-    nan_rank: int | None = None  # the rank whose gradients are nan; None: no rank's are
+    nan_rank: int | None = None  # the rank whose gradients are nan, if any
 
     def start(self):
         """Return all elements before the first step (numel,)."""

@@ -60,7 +60,7 @@ def check_params(run, ranks, due, index, cause_if_unknown):
 
 def cause_of_unequal(run, ranks, index):
     """Return the likely cause of snapshots that differ between ranks."""
-    runs_alone = each_alone(run, len(ranks))  # for each rank the Seen of one process that has its batches alone
+    runs_alone = each_alone(run, len(ranks))  # for each rank the Seen of one process that has only its batches
     if all(close(seen.snapshots[index], alone.snapshots[index]).all() for seen, alone in zip(ranks, runs_alone)):
         return NOT_AVERAGED
     # Whether an element of some rank is as it was before the step.
@@ -76,8 +76,8 @@ def cause_of_training(run, ranks, due, index, cause_if_unknown):
     for cause, seen in mistaken_runs(run, d):
         if all(close(*pair).all() for pair in zip(came, seen.snapshots)):
             return cause
-    # (d, numel): the snapshots after step 1 of d processes, which train alone, on the batches of one rank each. If the
-    # ranks have each element from one of these, each owner has stepped with its own gradients and sent the result.
+    # (d, numel): the snapshots after step 1 of d processes, which each train on one rank's batches. If the ranks have
+    # each element from one of these, each owner has stepped with its own gradients and sent the result.
     alone = torch.stack([seen.snapshots[1] for seen in each_alone(run, d)])
     if index == 1 and close(alone, came[1]).any(dim=0).all():
         return NOT_AVERAGED

@@ -23,7 +23,7 @@ LEFT_OUT = {
 def level():
     """Return (title, Checks) of level 3. A Check has a name, a function and the function's settings.
 
-    Each test of the contract becomes a Check, if it runs on ranks and needs no argument that pytest alone can give.
+    Each test of the contract becomes a Check, if it runs on ranks and needs no argument that only pytest can give.
     """
     checks = []
     for name, test in vars(importlib.import_module(CONTRACT)).items():
@@ -34,7 +34,7 @@ def level():
             parameter, world_sizes = marks.get("parametrize", ("world_size", (2, 3)))
             if "any_size" in marks:  # the mark of a test that holds on any number of ranks
                 world_sizes = 1, 2, 3, 4
-            # Where the mark names another parameter than world_size, pytest alone can give its values.
+            # Where the mark names another parameter than world_size, only pytest can give its values.
             if parameter == "world_size" and "stage" in inspect.signature(test).parameters:
                 checks.append(Check(name.removeprefix("test_").replace("_", " "), holds, name=name, test=test,
                                     world_sizes=world_sizes))

@@ -91,7 +91,7 @@ class Drill(NamedTuple):
     state: str  # the last hint: which state of the optimizer to look at
     answer: str  # what the fault is
     stage: str  # the stage that is copied
-    is_guarded: bool  # whether the copy has the stage's guard, too, or the core alone
+    is_guarded: bool  # whether the copy has the stage's guard, too, or only the core
     file: str  # the file of the copy in which the fault is made
     before: str  # the text of that file in the stage
     after: str  # the text that replaces it, which has the fault

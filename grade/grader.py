@@ -138,7 +138,7 @@ def failure(error, reports_by_rank, raised, cause_of_error):
         came = shorten(f"rank {rank}: {report.text}")
         if report.place:
             came += f"\nin {report.place}"
-        if not culprits:  # gloo alone has raised, for example because ranks call different collectives
+        if not culprits:  # only gloo has raised, for example because ranks call different collectives
             return "no exception", came, cause_of_error or parting or UNKNOWN
         known_cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in report.text), cause_of_error)
         return "no exception", came, known_cause

@@ -7,7 +7,7 @@ If the package fails it raises a verdict, Wrong: what was expected, what came in
 require(condition, expected, came, cause) does so unless the condition holds. A Failed is the Wrong of an exception, a
 death or a hang on a rank.
 
-    Run, ByHand    describe a training run (grade/runs.py, grade/by_hand.py). `settings` are fields of theirs
+    Run, ByHand    describe a training run (grade/runs.py, grade/by_hand.py). `settings` are values for their fields
     Seen           what was noted on one rank in a run. Its snapshots hold all parameters of the model after the
                    constructor and after each step; grade/runs.py explains its other fields
     ledger         lists the collectives that a rank begins

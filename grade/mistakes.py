@@ -1,8 +1,8 @@
 """Trains one process with each known mistake, so that the grader can name the mistake of a learner's package.
 
 A package trains on d processes, the ranks, each of which has a batch of its own. If its parameters are wrong, the
-grader trains one process, which has the batches of all ranks and makes a mistake. If the parameters are now those of
-the package, the package makes the same mistake. The cause of a mistake is the text by which a learner is told of it.
+grader trains one process, which has the batches of all ranks and makes a mistake. If this gives the same parameters,
+the package makes the same mistake. The cause of a mistake is the text that tells it to a learner.
 
 Words of grade/runs.py: a Run describes a training run, and play() does it. A Candidate has the class to train with, and
 a list of the collectives that have begun, `entries`. A Seen has what was noted in a run: all parameters after each
@@ -120,7 +120,7 @@ def in_one_process(run, ranks, settings=(), weight=lambda *_: 1.0, **methods):
 
 
 def each_alone(run, d):
-    """Return the Seen of d processes, each of which trains alone, on the batches of one rank."""
+    """Return the Seen of d processes. Each trains by itself, on the batches of one rank."""
     return [in_one_process(run, [rank]) for rank in range(d)]
 
 
@@ -176,7 +176,7 @@ def own_value(self, param, set_to_none):
 
 
 def step_is_0(self, saved):
-    """Return AdamW's state, in which each parameter's number of steps is 0."""
+    """Return AdamW's state with 0 as each parameter's number of steps."""
     return {"state": {key: {**state, "step": torch.zeros(())} for key, state in saved["state"].items()}}
 
 
@@ -258,7 +258,7 @@ MISTAKES = {
         "gradients of the step before are added again: zero_grad() must forget them":
             {"grad_after_zero_grad": lambda self, param, set_to_none: param.grad},
         "parameters were taken for gradients: new gradients miss the buffer, which zero_grad() should have zeroed":
-            # Gradients arrive only in step 0. Later .grad is the parameter alone.
+            # Gradients arrive only in step 0. Later .grad is just the parameter.
             {"grad_after_zero_grad": own_value, "weight": lambda d, n, step, micro: float(step == 0)},
         "gradients were added to parameters: the buffer must be zeroed when these have been copied out":
             {"grad_after_zero_grad": own_value}}}

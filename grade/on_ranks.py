@@ -199,7 +199,7 @@ def watched(rank, package, limits, function, *args):
 
 def submodule_optimizer(package):
     """Return the module `optimizer` of a package that was imported, or None if the package lacks it."""
-    is_folder = hasattr(sys.modules[package], "__path__")  # a module alone has no path
+    is_folder = hasattr(sys.modules[package], "__path__")  # a module that is one file has no path
     if is_folder and importlib.util.find_spec(f"{package}.optimizer"):
         return importlib.import_module(f"{package}.optimizer")
     return None
@@ -226,7 +226,7 @@ def look(candidate):
     exercise = re.search(r"The solution is (stage\w+)/", docstring)
     return SimpleNamespace(
         name=candidate.name,  # "" if the package has none of CLASSES
-        missing=missing,  # those of METHODS that the class lacks
+        missing=missing,  # the METHODS that the class lacks
         exercise_of=exercise[1] if exercise else "",  # the stage whose core the learner was to fill in, or ""
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
         is_whole=candidate.name == CLASSES[0],  # a whole optimizer and not a core

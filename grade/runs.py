@@ -116,7 +116,7 @@ class Run:
         return OPTIMIZERS[self.optimizer]
 
     def make_optimizer(self, candidate, model):
-        """Return an instance of the graded class, whose options are passed only if its constructor has them."""
+        """Return an instance of the graded class. Options are passed only if its constructor has them."""
         inner_cls, kwargs = self.inner_optimizer()
         n_bytes = sum(param.nbytes for param in model.parameters())
         options = {"find_unused_parameters": self.unused, "bucket_cap_mb": n_bytes / 6 / 2**20}  # 6 buckets or more

@@ -40,7 +40,7 @@ frames       {phase, step, at, memory} of each frame. The last two hold only wha
              the storage has been released. A cell is [value, kind, element, origin], see Cell; a value of NaN is null
 
 Each rank's own record is a list of events, see Event in show/trace.py. An event is a line that the rank has executed,
-or a part of such a line, in which a message leaves or arrives. These attributes of an event are used here:
+or a part of a line. A new part begins when a message leaves or arrives, for example. Attributes that are used here:
 
 stack        the Places (file, line, function and call) at which the rank is, outermost first
 is_line      False if the rank is still in the line of the event before

@@ -8,7 +8,7 @@ its recording (show/frames.py) becomes a part of the page. The page has
     a tab for the idea that all stages share
     a menu of bugs. A bug is a stage with one mistake, of which the stage's chapter warns
 
-The page is one file that needs nothing else. `make show` writes a page with one program alone.
+The page is one file that needs nothing else. `make show` writes a page with only one program.
 """
 
 import base64

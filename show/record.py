@@ -48,7 +48,7 @@ class Program:
     # Only stage 4 reads this: a bucket, which is sent at once, has at least so many bytes. 1: a bucket a parameter.
     bucket_bytes: int = 1
     steps: int = 1  # how many steps of training are shown
-    edit: Edit | None = None  # if given, a copy of the package is recorded, in which this edit has been made
+    edit: Edit | None = None  # if given, the edit is made in a copy of the package, and the copy is recorded
     is_rank_1_reversed: bool = False  # whether rank 1 calls the model's layers in the reverse order
     loop: str = "train"  # the name of a function of show/loop.py
 
@@ -111,7 +111,7 @@ def core_files(package):
 
 @contextlib.contextmanager
 def edited(program):
-    """Yield the name of the package to run: the program's package, or a copy in which the program's edit is made."""
+    """Yield the name of the package to run: the program's package, or a copy with the program's edit."""
     if program.edit is None:
         yield program.package
         return

@@ -95,7 +95,7 @@ def timetable(recording):
     captions = []
     changes = [(0.0, 0)]
     flights = []
-    kinds_followed = set()  # kinds of operations of which a message has flown alone
+    kinds_followed = set()  # kinds of operations that have had a message that flew alone
     second = 0.0
     last_frame = 0  # of the beat before
     operations = sorted(recording["operations"], key=lambda operation: operation["end"])

@@ -74,8 +74,7 @@ class Wires(TorchDispatchMode):
         for argument in schema.arguments:
             # An argument may be a tensor, a list of tensors, or no tensor at all.
             tensors = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, torch.Tensor)]
-            # An argument that is written has alias_info. So has an argument of which the result is a view, but a view
-            # reads nothing.
+            # An argument has alias_info if it is written, or if the result is a view of it. A view reads nothing.
             alias = argument.alias_info
             if alias is None:
                 self.recorder.record_access(tensors, "read")
