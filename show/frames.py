@@ -4,10 +4,9 @@ The web page docs/watch.html plays a recording, and show/scenes.py draws picture
 short training on several ranks with one optimizer class, which is called the core. The core is of a stage of this
 project (folders stage*/), or of replicated training (show/replicated.py).
 
-A recording is a list of frames, as a film is. All ranks share one clock, which counts frames. The clock orders only
-what messages order, so two recordings of a program have the same frames. In a frame each rank executes one line, or
-waits. A message arrives one frame after it has left, or later. A collective ends one frame after the last rank has
-begun it. A rank that waits for a message stays at its line until the message has arrived.
+A recording is a list of frames, as a film is. In a frame each rank executes one line, or waits for a message. A message
+arrives one frame after it has left, or later. A collective ends one frame after the last rank has begun it. Frames
+don't depend on time: two recordings of a program have the same frames.
 
 The entries of a recording are below. Elements are those of all parameters of the model, counted from 0.
 
@@ -121,7 +120,7 @@ def body_of(events, index):
 def in_frames(events_of_ranks):
     """Return a dict for each frame: {rank: the rank's event in the frame}, without ranks that wait.
 
-    events_of_ranks: for each rank the list of its events. A frame has the next event of each rank that doesn't wait.
+    events_of_ranks: for each rank the list of its events.
     """
     events_to_come = [deque(events) for events in events_of_ranks]
     n_ranks = len(events_to_come)

@@ -78,10 +78,7 @@ class Table:
         self.entries += [Entry(value, Label(kind, element, origin)) for element, value in enumerate(values.tolist())]
 
     def label_of(self, value, element):
-        """Return the label of the nearest value in the Table, if possible of a value of the cell's element.
-
-        element: of the cell; None if it isn't known.
-        """
+        """Return the label of the nearest value, if possible of a value of `element`: the cell's element, or None."""
         if math.isnan(value):
             return Label("unset")
         if value == 0:

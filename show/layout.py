@@ -68,7 +68,7 @@ def homes_of_elements(recording):
         storage = recording["storages"][number]
         if storage["row"] in FLAT_ROWS:
             homes = {cell.element: place for cell, place in zip(cells, grid(storage, recording))}
-            # A buffer counts only if it has all elements. It may have padding, too, whose element is None.
+            # The buffer has all elements, and perhaps padding, whose element is None.
             if homes.keys() >= set(range(n_elements)):
                 return homes
     if is_replicated(recording):
@@ -99,7 +99,7 @@ def is_replicated(recording):
 def grid(storage, recording):
     """Return the places of a flat buffer's cells. Buckets lie side by side, and a bucket has a line for each shard.
 
-    A BucketBuffer of stage 4 is as long as each bucket. Other optimizers have none: there the storage is one bucket.
+    A BucketBuffer is as long as each bucket. Only stage 4 has it: elsewhere the whole storage is one bucket.
     """
     bucket_numel = storage["numel"]
     for other in recording["storages"]:

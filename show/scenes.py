@@ -1,14 +1,15 @@
 """Draws a scene for each stage: an animation of what each rank holds, and of what flies from rank to rank.
 
-A stage is an optimizer of this project that shards (folders stage*/). The stage's chapter has the scene, which shows
-the recording of a training step with this optimizer. A recording (show/frames.py) has this vocabulary:
+A stage is an optimizer of this project that shards (folders stage*/). Its scene shows the recording of a training step
+with this optimizer. A recording (show/frames.py) has this vocabulary:
 
     frame       a moment: in each frame a rank executes one line of the optimizer's source, or waits
     cell        the memory of one number. Cells lie in storages, and each cell has a place: its column and line in a row
     row         the name of a kind of memory, such as "gradients", and the cells of each rank that have this name
-    operation   a reduce-scatter, an all-gather or a broadcast of all ranks, which is its "kind". An all-reduce is two
-                operations, a reduce-scatter and an all-gather. Both have "all-reduce" as "whole"; in others "whole" is
-                the kind. "what" says what is sent: "gradients" or "parameters". "start" and "end" are frames
+    operation   a collective, from frame "start" to frame "end". An all-reduce is two: a reduce-scatter, an all-gather
+    "kind"      of an operation: "reduce-scatter", "all-gather" or "broadcast"
+    "whole"     "all-reduce" in both operations of an all-reduce, otherwise the kind
+    "what"      what an operation sends: "gradients" or "parameters"
     beat        a sentence of show/beats.txt, which is about one frame. Only beats with a caption are in a scene
 
 A scene takes one beat after the other. It shows the caption, then the messages that have arrived since the last beat,
@@ -262,11 +263,7 @@ def draw_timeline(picture, recording, frames_seen, top):
 
 
 def scene(recording, ddp_bytes, drawn):
-    """Return the Picture of a stage.
-
-    recording: of the stage, with its beats. ddp_bytes: the bytes that a rank sends in a step with DDP. drawn: an entry
-    of SCENES.
-    """
+    """Return the Picture of a stage. drawn: an entry of SCENES. ddp_bytes: what a rank sends in a step with DDP."""
     times = timetable(recording)
     beats_seen = with_stops(times.captions, times.end)  # (beat, start, stop), …
     frames_seen = with_stops(times.changes, times.end)  # (frame, start, stop), …
@@ -295,10 +292,9 @@ def scene(recording, ddp_bytes, drawn):
 
 
 def pictures(recordings):
-    """Return {name of a picture's file: Picture}: the scenes, and README.md's picture (show/hero.py).
+    """Return {name of a file, without theme and ".svg": Picture}: the scenes, and README.md's picture (show/hero.py).
 
-    The names lack what the caller adds: the theme, dark or light, and ".svg". recordings: {id: recording}. The ids are
-    "1" to "4" for the stages and "0" for replicated training, which DDP does. See `recordings_of` in show/page.py.
+    recordings: {id: recording, see `recordings_of` in show/page.py}. The id of a stage is its number, and DDP has "0".
     """
     ddp_bytes = recordings["0"]["sent_bytes"]
     of_stages = {f"watch_{id}": scene(recordings[id], ddp_bytes, drawn) for id, drawn in SCENES.items()}
