@@ -44,8 +44,8 @@ def package_of(stage):
 def files_of(package, folder=""):
     """Return the Python files of `package` in `folder`, which --watch watches; [] if there is no such package.
 
-    A package has all files below its folder. For a module that lies in a package, these are all files of its folder,
-    because the module may import the others. For any other module it is the module's own file.
+    For a package: all files below its folder. For a module in a package: all files of the folder, because the module
+    may import the others. For any other module: its own file.
     """
     path = Path(folder, *package.split("."))
     if path.is_dir():
@@ -67,7 +67,7 @@ def watch(package, args):
     from grade import report  # these load torch, which takes seconds
     from grade.grader import Grader
 
-    graded = None  # what when_saved() has returned for the files that were graded last; None: nothing was graded yet
+    graded = None  # what when_saved() has returned for the latest verdict; None: there was no verdict yet
     while True:
         grader = Grader(package)
         grader.start()

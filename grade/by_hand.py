@@ -4,10 +4,16 @@ The package's sharded optimizer trains on d processes, the ranks. A ByHand descr
 parameters start at 0, 1, 2, …, so that a wrong value shows where it came from. Rank r's gradient is 7^r, so that a
 wrong gradient shows whose gradients are in it. check_movement finds wrong elements, and Movement explains them.
 
-Each rank owns a part of the parameters, and steps it with an inner optimizer of torch's, which the package builds; then
-it sends what it owns to the others. A Seen is what was noted on a rank in the run: `snapshots`, all parameters after
-each step; `inner`, what the inner optimizer has stepped; the collectives. Most names in capitals are causes: the texts
-by which a learner is told of a likely mistake.
+Each rank owns a part of the parameters. The package builds one of torch's optimizers for this part, the inner
+optimizer. After its step the rank sends what it owns to the others. A Seen is what was noted on a rank in the run:
+
+    snapshots       all parameters after the constructor and after each step
+    inner           copies that were made when the inner optimizer had stepped: `model`, all parameters; `own`, the
+                    inner optimizer's; `grads`, the gradients of those. None if it has never stepped
+    after_inner     the collectives that began after that
+    never_awaited   the collectives whose results nobody has waited for
+
+Most names in capitals are causes: texts that tell a learner the likely mistake.
 """
 
 import itertools
@@ -34,8 +40,8 @@ TOO_EARLY = "no collective begins after the inner optimizer's step: send paramet
 STALE = "updated parameters reach the other ranks and not their owner's model: copy them into that model, too"
 AVERAGED_AGAIN = "step 1's average stays on its owner alone, and is averaged again: keep it on every rank, or on none"
 OVERWRITTEN = "updated parameters were overwritten by a rank that does not own them: their owner must broadcast them"
-# Causes where no element has moved, by what the inner optimizers have stepped: no parameters ("nothing"), or parameters
-# with no gradients, with gradients of zero, or with gradients that aren't zero.
+# Causes where no element has moved. The keys say what the inner optimizers have stepped: no parameters ("nothing"), or
+# parameters with no gradients, with gradients of zero, or with gradients that aren't zero.
 NOTHING = {
     "nothing": "no torch optimizer has stepped a parameter: step() must step an inner optimizer that has some",
     "no gradients": "the inner optimizer's parameters have no gradients: give gradients to these copies",
@@ -47,19 +53,19 @@ PADDED = "padding was taken for parameters: shard r begins at r · the longest l
 MISPLACED = "packing and cutting disagree on order or length, or a rank calls its collectives in another order"
 
 TORCH_LR = 1e-3  # torch's default lr, with which an inner optimizer steps that gets no lr
-PADDING = "0, as padding is"  # in words, what an element holds that is 0
+PADDING = "0, as padding is"  # words for what an element holds that is 0
 BASE = 7  # rank r's gradient is 7^r
-# By these a package may have divided a sum of gradients: by the number of ranks, 2 or 3, or by the product of two such.
+# By these a package may have divided a sum of gradients: the number of ranks, 2 or 3, or a product of two of these.
 DIVISORS = 1, 2, 3, 4, 6, 9
 
 
 class Combination(NamedTuple):
-    """The sum of the gradients of `ranks`, divided by `divisor`."""
+    """A gradient with which a rank may have stepped: the sum of the gradients of `ranks`, divided by `divisor`."""
     ranks: tuple
     divisor: int
 
     def value(self):
-        """Return the number that the combination is for a parameter whose scale is 1: rank r's gradient is 7^r."""
+        """Return the combination as a number, for a parameter with scale 1: there rank r's gradient is 7^r."""
         return sum(BASE**rank for rank in self.ranks) / self.divisor
 
     def is_one_gradient(self):
@@ -74,7 +80,7 @@ class Combination(NamedTuple):
         return words if self.divisor == 1 else f"{words} and divided by {self.divisor}"
 
     def cause(self, d):
-        """Return the mistake by which d ranks step with this combination, and not with the mean of all gradients."""
+        """Return the likely cause if d ranks step with this combination in place of the mean of all gradients."""
         if self.is_one_gradient():
             return f"all ranks have rank {self.ranks[0]}'s gradient of these parameters: average it over the ranks"
         missing = [str(rank) for rank in range(d) if rank not in self.ranks]
@@ -90,8 +96,8 @@ class Combination(NamedTuple):
 def combinations(d):
     """Return the Combinations of the gradients of d ranks, with each divisor of DIVISORS.
 
-    No two of them have the same value, so a value tells which it is. With a BASE of 2, 3 or 5 some would have the same
-    value, and so they would if there were further divisors: (1 + 7) / 8 is rank 0's gradient.
+    No two of them have the same value, so the value identifies the combination. With a BASE of 2, 3 or 5, or with
+    further divisors, some would have the same value: (1 + 7) / 8 is rank 0's gradient.
     """
     subsets = [ranks for n in range(1, d + 1) for ranks in itertools.combinations(range(d), n)]
     return [Combination(ranks, divisor) for ranks in subsets for divisor in DIVISORS]
@@ -111,15 +117,15 @@ def combination_of(ratio, d):
 class ByHand(Run):
     """Describes a run that begins with elements 0, 1, 2, …. Rank r's gradient of parameter k is 7^r · scales[k].
 
-    It has all fields of Run (grade/runs.py says what they mean), but a model, a loss and an optimizer of its own.
+    It has the fields of Run, which grade/runs.py explains, but a model, a loss and an optimizer of its own.
     """
     steps: int = 1
     numels: tuple = (4, 4, 4, 4)  # for each parameter its number of elements
     scales: tuple = (1, 1, 1, 1)  # for each parameter the factor of its gradients
     lr: float = LR
-    reverses: bool = False  # if True, rank 1 computes the parameters' gradients in reverse order
-    start_is_rank: bool = False  # if True, all elements begin as r on rank r
-    nan_rank: int | None = None  # the rank whose gradients are nan; None: no rank's are
+    reverses: bool = False  # whether rank 1 computes the parameters' gradients in reverse order
+    start_is_rank: bool = False  # whether all elements begin as r on rank r
+    nan_rank: int | None = None  # the rank whose gradients are nan, if any
 
     def start(self):
         """Return all elements before the first step (numel,)."""
@@ -131,7 +137,7 @@ class ByHand(Run):
         return torch.cat([torch.full((n,), base * scale) for n, scale in zip(self.numels, self.scales)])
 
     def model(self, rank):
-        """Return a new model. `rank` stands where Run.model has the seed, because the seed of a rank is its number."""
+        """Return a new model. Run.model has a seed in place of `rank`: a rank's number is its seed."""
         values = torch.full_like(self.start(), rank) if self.start_is_rank else self.start()
         return nn.ParameterList(nn.Parameter(part.to(self.dtype)) for part in values.split(self.numels))
 
@@ -140,17 +146,17 @@ class ByHand(Run):
         return torch.optim.SGD, {"lr": self.lr}
 
     def loss(self, model, number, rank):
-        """Return the sum of parameter · gradient, whose derivatives are the gradients. All batches have the same."""
+        """Return the sum of parameter · gradient: its derivatives are the gradients. All batches have the same."""
         params_and_grads = list(zip(model, self.grad(rank).split(self.numels)))
         if self.reverses and rank == 1:
             params_and_grads.reverse()  # autograd begins with the product that was computed last
         return sum((param * grad).sum() for param, grad in params_and_grads)
 
     def factors(self):
-        """Return the right numbers of mean gradients, times lr, by which an element may have moved after all steps.
+        """Return a list of factors. After all steps an element may have moved by factor · lr · mean gradient.
 
-        Two steps without zero_grad() move it by 3 where gradients add up, as in torch: by 1, then by 1 + 1. They move
-        it by 2 where step 1 uses its gradient up. Both are right.
+        Two steps without zero_grad() move it by 1, then by 1 + 1, if gradients add up, as in torch. If step 1 uses its
+        gradient up, they move it by 1, then by 1. Both are right.
         """
         return [self.steps] if self.zeroes else [2, 3]
 
@@ -168,10 +174,10 @@ class ByHand(Run):
 
 
 def check_movement(run, ranks, has_finish, play_again):
-    """Raise Wrong, a verdict, unless every element is where `run` takes it, and no collective is in flight.
+    """Raise Wrong, a verdict, if an element has moved wrongly, or if nobody has waited for a collective.
 
     ranks: the Seen of each rank. has_finish: whether the optimizer has finish_param_sync(). play_again: a function that
-    plays another ByHand on the ranks, and returns the Seen of each; None if a rank fails.
+    plays another ByHand on the ranks, and returns the Seen of each, or None if a rank fails.
     """
     came, cause = Movement(run, ranks, play_again).explanation() or ("", "")  # "" if every element is right
     expected = run.expected(len(ranks)) if came else "every collective has arrived when a step ends"
@@ -186,12 +192,12 @@ def check_movement(run, ranks, has_finish, play_again):
 
 
 class Content(NamedTuple):
-    """Says in `text` what an element holds. {} in it stands for another element, whose index is greater by `shift`."""
+    """Says in `text` what an element holds. {} in `text` stands for the element whose index is greater by `shift`."""
     text: str
     shift: int = 0
 
 
-RIGHT = Content("")  # stands for what an element holds that isn't wrong
+RIGHT = Content("")  # the Content of an element that isn't wrong
 
 
 def near(a, b):
@@ -202,8 +208,8 @@ def near(a, b):
 class Movement:
     """Explains why elements are wrong after the steps of a ByHand. run, ranks, play_again: as in check_movement.
 
-    An element has moved if its value isn't that of the start. The methods that explain elements each know one kind of
-    mistake. They return (in words what came, the likely cause), or None if the elements don't show their kind.
+    An element has moved if its value isn't that of the start. A method that explains knows one kind of mistake. It
+    returns (what came, in words; the likely cause), or None if the elements don't show its kind.
     """
 
     def __init__(self, run, ranks, play_again):
@@ -211,17 +217,17 @@ class Movement:
         self.ranks = ranks
         self.play_again = play_again
         self.d = len(ranks)
-        # One value for each element (numel,):
+        # These have one value for each element (numel,):
         self.start = run.start()
         self.mean_grad = torch.stack([run.grad(rank) for rank in range(self.d)]).mean(dim=0)
         self.right_move = run.lr * self.mean_grad  # what one step should take away
         self.due = self.start - self.right_move  # the right values after one step
-        # One value for each rank and element (d, numel):
+        # These have one value for each rank and element (d, numel):
         self.end = torch.stack([seen.snapshots[-1] for seen in ranks])  # the values after the last step
         self.stays = near(self.end, self.start)  # where an element has not moved
         self.is_wrong = ~self.stays & ~near(self.end, self.due)
         self.moves = self.start - self.end  # what the steps have taken away
-        self.ratios = self.moves / self.right_move  # by how many mean gradients, times lr, an element has moved
+        self.ratios = self.moves / self.right_move  # each element has moved by ratio · lr · mean gradient
 
     def explanation(self):
         """Explain elements that are wrong after all steps; return None if all are right."""
@@ -231,7 +237,7 @@ class Movement:
         if self.stays.all():
             return self.nothing_moved()
         # In an earlier check all ranks have computed their gradients in the same order, and it has passed. So the order
-        # is the cause. Only in this run the scales differ, so that a gradient of another parameter shows.
+        # is the cause. In this run the scales differ, so that a gradient of another parameter shows.
         if self.run.reverses:
             return self.moved_by_rank(), ORDER
         # The first method that returns an explanation decides.
@@ -240,7 +246,7 @@ class Movement:
 
     def nothing_moved(self):
         """Explain why no element has moved on any rank."""
-        # {rank: copies of tensors that were made when its inner optimizer had stepped}, if one has stepped there.
+        # {rank: `inner` of its Seen}, for ranks on which an inner optimizer has stepped.
         inner_steps = {rank: seen.inner for rank, seen in enumerate(self.ranks) if seen.inner}
         listed = []
         for rank, inner in inner_steps.items():
@@ -261,12 +267,12 @@ class Movement:
         return "nothing has moved, on any rank", self.comes_late() or NOTHING[kind]
 
     def moved_alike(self):
-        """Explain elements that have all moved by the same multiple of the mean gradient, but for those that stay."""
+        """Explain elements that have moved by the same multiple of the mean gradient, wherever they have moved."""
         ratios = self.ratios[~self.stays]
         factor = ratios[0].item()
         is_right = any(abs(factor - right) < 1e-3 for right in self.run.factors())
         is_alike = ratios.isfinite().all() and torch.allclose(ratios, ratios[:1], rtol=1e-3)
-        if is_right or not is_alike:  # if it is right, only elements that stay are wrong
+        if is_right or not is_alike:  # if the factor is right, only elements that have not moved are wrong
             return None
         text = f"{factor * self.right_move[0]:.3g} wherever it has moved: {factor:.3g} times the mean gradient"
         for cause, known in self.known_factors(factor):
@@ -276,19 +282,19 @@ class Movement:
         return text, combination.cause(self.d) if combination else UNKNOWN
 
     def known_factors(self, factor):
-        """Yield (cause, by how many mean gradients elements move by this cause), the likeliest cause first.
+        """Yield (cause, factor): with this cause elements move by factor · lr · mean gradient. The likeliest is first.
 
-        factor: by how many mean gradients they have moved.
+        factor: the factor by which elements have moved here.
         """
-        # Step 1 moves elements by the mean gradient. Step 2 averages again what ranks have: the owner has the mean and
-        # its gradient, the others their gradients. So it moves elements by (mean + d · mean) / d.
+        # Step 1 moves elements by the mean gradient. Step 2 averages what the ranks have then: all have a new gradient,
+        # and the owner has the mean, too. So step 2 moves elements by (mean + d · mean) / d.
         if not self.run.zeroes:
             yield AVERAGED_AGAIN, 1 + (1 / self.d + 1)
         yield ALMOST, 1
         yield DEFAULTS, TORCH_LR / self.run.lr
         has_right_grads = all(seen.inner and abs(seen.inner.grads.mean() / self.mean_grad.mean() - 1) < 1e-3
                               for seen in self.ranks)
-        if self.run.steps == 1 and has_right_grads:  # then only the lr can be wrong, which explains any factor
+        if self.run.steps == 1 and has_right_grads:  # then only the lr can be wrong, whatever the factor is
             yield "the inner optimizer has the right gradients, and another lr than the constructor's", factor
         yield "step against the gradient", -1  # where gradients have the wrong sign
 
@@ -318,8 +324,8 @@ class Movement:
         return shorten(f"moved by {'; '.join(listed)}")
 
     def added_to_parameters(self):
-        """Explain a step 2 whose gradients were added to parameters, because step 1 has left these in a buffer."""
-        # After step 1 the parameters are self.due. In step 2 they are also what the gradients are added to.
+        """Explain a step 2 whose gradients were added to parameters, because step 1 has left parameters in a buffer."""
+        # After step 1 the parameters are self.due. Step 2 takes due + gradient for the gradient.
         after_step_2 = self.due - self.run.lr * (self.due + self.mean_grad)
         if self.run.zeroes or not near(self.end[0], after_step_2).all():
             return None
@@ -354,11 +360,11 @@ class Movement:
         return shorten("; ".join(words)) + where, PADDED if is_padded else MISPLACED
 
     def content(self, index, value):
-        """Return the Content of the wrong element `index`, which has this value; None if nothing explains the value."""
+        """Return the Content of the wrong element `index`, which has this value, or None if nothing explains it."""
         if abs(value) < 1e-9:
             return Content(PADDING)
         for text, values in (("what {} should hold", self.due), ("what {} held before", self.start)):
-            same = near(values, value).nonzero()  # the indices of elements for which this would be right
+            same = near(values, value).nonzero()  # the indices of elements that have this value in `values`
             if len(same):
                 return Content(text, shift=same[0].item() - index)
         return None
@@ -367,7 +373,7 @@ class Movement:
         """Explain elements that have not moved, on some ranks or on all."""
         if not self.stays.any():
             return None
-        # "" here: they never move, though messages follow the inner optimizer's step. Then the cause is found below.
+        # comes_late returns "" if the elements never move. Then the cause is found below.
         cause = self.comes_late() if any(seen.after_inner for seen in self.ranks) else TOO_EARLY
         stays_everywhere = self.stays.all(dim=0)
         if stays_everywhere.any():
@@ -375,15 +381,15 @@ class Movement:
                     cause or "nobody owns these parameters, or their gradients have not arrived")
         listed = [f"elements {spans(stays)} on rank {rank}" for rank, stays in enumerate(self.stays) if stays.any()]
         if not cause:
-            # Whether on each rank the elements that stay are its own, which its inner optimizer has stepped in copies.
+            # Whether each rank's inner optimizer has stepped copies of the elements that have not moved in its model.
             is_stepped = all(self.has_stepped(seen, stays) for seen, stays in zip(self.ranks, self.stays))
             cause = STALE if is_stepped else NOT_RECEIVED
         return shorten(f"not moved: {', '.join(listed)}; elsewhere they have"), cause
 
     def comes_late(self):
-        """Return the cause if elements that have not moved will move later; "" if they never do.
+        """Return the cause if elements that have not moved move later; "" if they never do.
 
-        This plays two other runs: one that waits before it looks at the parameters, and one that has a step more.
+        This plays two more runs: one waits before the parameters are copied, and one has a step more.
         """
         waiting = replace(self.run, settles=True)
         longer = replace(self.run, steps=self.run.steps + 1)
@@ -398,7 +404,7 @@ class Movement:
 
         seen: the rank's. stays: a mask of the elements that have not moved.
         """
-        own = seen.inner.own if seen.inner else torch.zeros(0)  # the inner optimizer's parameters after its step
+        own = seen.inner.own if seen.inner else torch.zeros(0)
         is_stepped = near(self.due[:, None], own).any(dim=1)  # for each element: whether its due value is among `own`
         return is_stepped[stays].all()
 

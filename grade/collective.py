@@ -3,7 +3,7 @@
 Each rank calls both functions with a few values. `works` checks what the functions return, and `sends` which messages
 a rank has sent. The ledger of a rank records the messages: it is a list of entries, with a kind and bytes each.
 
-In both checks, grader.run(d, call) returns what call(candidate) returns on each of d ranks, in a list. And
+In both checks, grader.run(d, call) calls call(candidate) on each of d ranks, and returns the list of results. And
 require(is_right, expected, came, cause) raises the verdict with these three texts unless `is_right`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from grade.grader import require
 from grade.levels import Check
 
-N = 8  # elements of a part; d parts are the whole, on d ranks
+N = 8  # elements of a part: on d ranks a whole has d parts
 HINT = "the table of chapter 3: in turn k rank r sends part r - 1 - k, and adds its own to part r - 2 - k"
 
 
@@ -27,10 +27,10 @@ class Call(NamedTuple):
 
 
 def call(candidate):
-    """Call reduce_scatter and all_gather on a rank; return {name of the function: Call}.
+    """Call reduce_scatter and all_gather on a rank. Return {name of the function: Call}.
 
-    candidate: what grader.run passes on each rank: the rank's number, its ledger's entries, the learner's package. On
-    rank r, part p of reduce_scatter's argument holds 10^r · (p + 1), and all_gather's argument, a part, holds r + 1.
+    candidate: has the rank's number, its ledger's entries, and the name of the learner's package. The arguments: on
+    rank r, part p for reduce_scatter holds 10^r · (p + 1), and the part for all_gather holds r + 1.
     """
     d = torch.distributed.get_world_size()
     parts = torch.arange(1.0, d + 1)[:, None].expand(d, N).contiguous()  # (d, N): each element of part p is p + 1
@@ -61,10 +61,7 @@ def firsts(values):
 
 
 def sends(grader):
-    """Check that in both functions rank 0 of 4 sends (d-1)/d of the whole, in d - 1 messages.
-
-    Return lines, which the grader prints when the check has passed.
-    """
+    """Check that rank 0 of 4 sends (d-1)/d of the whole in d - 1 messages, in both functions. Return lines to print."""
     d = 4
     n_bytes = 4 * N  # of a part, whose elements take 4 bytes
     lines = []
@@ -79,5 +76,5 @@ def sends(grader):
     return lines
 
 
-LEVEL = "Exercise 0: A ring", [  # (title, Checks); a Check has a name, and calls a function with the grader and d
+LEVEL = "Exercise 0: A ring", [  # (title, Checks). A Check has a name, a function, and settings of the function
     *[Check(f"both by hand, {d} ranks", works, d=d) for d in (2, 3, 4)], Check("what a rank sends", sends)]

@@ -1,4 +1,4 @@
-"""Makes level 3 of the grader: it runs the tests of tests/stages/test_contract.py, unchanged, on a learner's package.
+"""Makes level 3 of the grader: it runs the tests of tests/stages/test_contract.py on a learner's package.
 
 Pytest runs such a test on several processes, the ranks, and passes the name of the package to test as `stage`. Here
 the Grader, which keeps ranks of its own, calls the test on them, with the learner's package as `stage`.
@@ -21,9 +21,9 @@ LEFT_OUT = {
 
 
 def level():
-    """Return (title, list of Checks) of level 3. A Check calls a function with settings, here `holds` with a test.
+    """Return (title, Checks) of level 3. A Check has a name, a function and the function's settings.
 
-    Each test of the contract becomes a Check, if it runs on ranks and needs no argument that pytest alone can give.
+    Each test of the contract becomes a Check, if it runs on ranks and needs no argument that only pytest can give.
     """
     checks = []
     for name, test in vars(importlib.import_module(CONTRACT)).items():
@@ -31,11 +31,10 @@ def level():
         if hasattr(test, "situations") and name not in LEFT_OUT:
             marks = {mark.name: mark.args for mark in getattr(test, "pytestmark", [])}
             # The mark parametrize names a parameter of the test and its values. A test without it has 2 and 3 ranks.
-            default = "world_size", (2, 3)
-            parameter, world_sizes = marks.get("parametrize", default)
+            parameter, world_sizes = marks.get("parametrize", ("world_size", (2, 3)))
             if "any_size" in marks:  # the mark of a test that holds on any number of ranks
                 world_sizes = 1, 2, 3, 4
-            # Where the mark names another parameter than world_size, pytest alone can give its values.
+            # Where the mark names another parameter than world_size, only pytest can give its values.
             if parameter == "world_size" and "stage" in inspect.signature(test).parameters:
                 checks.append(Check(name.removeprefix("test_").replace("_", " "), holds, name=name, test=test,
                                     world_sizes=world_sizes))
@@ -45,8 +44,8 @@ def level():
 def holds(grader, name, test, world_sizes):
     """Run the test `name` on the ranks of `grader`, once for each number of ranks in `world_sizes`.
 
-    If it fails, raise Wrong, a verdict of three texts: what was expected, what came of it, and the likely cause. Here
-    the first line of the test's docstring says what was expected.
+    If it fails, raise Wrong, a verdict: what was expected, what came instead, and here a command that shows more. The
+    first line of the test's docstring says what was expected.
     """
     for world_size in world_sizes:
         try:

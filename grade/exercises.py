@@ -2,7 +2,7 @@
 
     make exercise STAGE=3 TO=mine            (STAGE=0, STAGE=drill1)
 
-A stage is one of the four optimizers of this repository. Its core is the files with its idea, and its guard is the code
+A stage is one of the four optimizers of this repository. Its core is the files with its idea. Its guard is the code
 around the core that refuses what the core can't do. An exercise is a core in which the bodies of some functions are
 missing: exercises.md lists these functions, each with a hint. Exercise 0 is grade/ring.py. A drill is a copy of a stage
 with a fault: drills.md has the fault as a diff, and texts about it.
@@ -21,7 +21,7 @@ REPORT = "REPORT.md"  # a file in the package of a drill, whose first line has t
 
 
 def sections_of(name, heading):
-    """Return the sections of the page `name`, a file beside this one. A section is the text after a `heading`."""
+    """Return the sections of the page `name`. A section is the text after a heading that begins with `heading`."""
     page = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return page.split(f"\n{heading}")[1:]
 
@@ -91,7 +91,7 @@ class Drill(NamedTuple):
     state: str  # the last hint: which state of the optimizer to look at
     answer: str  # what the fault is
     stage: str  # the stage that is copied
-    is_guarded: bool  # whether the copy has the stage's guard, too, or the core alone
+    is_guarded: bool  # whether the copy has the stage's guard, too, or only the core
     file: str  # the file of the copy in which the fault is made
     before: str  # the text of that file in the stage
     after: str  # the text that replaces it, which has the fault
@@ -118,8 +118,8 @@ def drill_of(text):
     first_line, *lines = diff.splitlines(keepends=True)
     path, *stage = first_line.split()  # `stage` is a list of one name, or of none
     is_guarded = bool(stage)
-    # texts: from the title to the answer, in the order of Drill's fields. A diff's line begins with " " if `before` and
-    # `after` both have it, with "-" if only `before` has it, and with "+" if only `after` has it.
+    # texts: title, report, check, state and answer. A diff's line begins with " " if `before` and `after` both have it,
+    # with "-" if only `before` has it, and with "+" if only `after` has it.
     return Drill(*texts, stage[0] if is_guarded else Path(path).parent.name, is_guarded,
                  file=path if path.startswith("guard/") else Path(path).name,
                  before="".join(line[1:] for line in lines if line[0] in " -"),
@@ -136,7 +136,7 @@ def files_of_drill(number):
     drill = drills()[number]
     files = files_of(drill.stage, with_checkpoint=False)
     if not drill.is_guarded:
-        # CORE has the names of the files that a core may have.
+        # CORE: names of files of which a core may consist.
         core = {name: text for name, text in files.items() if name in CORE}
         files = {"__init__.py": "", **core}
     if files[drill.file].count(drill.before) != 1:
@@ -146,7 +146,7 @@ def files_of_drill(number):
 
 
 def number_of_drill(package):
-    """Return the number of the drill that `package` is, or None if it isn't a drill. The package isn't imported."""
+    """Return the number of the drill that `package` is, or None if it is none. The package isn't imported."""
     for folder in sys.path:
         report = Path(folder, *package.split("."), REPORT)
         if report.is_file():
@@ -178,7 +178,7 @@ def write(name, to):
 
 
 def main(name, to):
-    """Write the drill or exercise `name` into `to`, and print what is next. If it can't be written, exit with 2."""
+    """Write the drill or exercise `name` into `to`, and print what is next. Exit with 2 if it can't be written."""
     try:
         write(name, to)
     except (ValueError, OSError) as reason:

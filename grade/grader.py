@@ -1,10 +1,9 @@
 """Runs the checks by which a learner's package is graded, on several processes, which are called ranks.
 
-A check calls functions on ranks by Grader.run, and raises a verdict, Wrong, where the package does another thing than
-it should. A Wrong names a cause, which is a line about the likely mistake. Where a rank has an exception, dies or
-hangs, Grader.run raises a Failed, which is a Wrong that says what happened. It learns this from Reports
-(grade/on_ranks.py). Each rank sends Reports while it runs: of collectives that it begins, of lines that it prints, of
-exceptions.
+A check calls functions on ranks by Grader.run. It raises a verdict, Wrong, if the package does another thing than it
+should. A Wrong names a cause, a line about the likely mistake. If a rank has an exception, dies or hangs, Grader.run
+raises a Failed, a Wrong that says what happened. It learns this from Reports (grade/on_ranks.py), which each rank sends
+while it runs: a Report has a kind, such as "collective", "printed" or "raised", a text, and a place, "file:line".
 """
 
 import functools
@@ -13,7 +12,7 @@ import itertools
 from grade import on_ranks
 from harness.ranks.workers import WorkerError, Workers
 
-# A rank is stuck when it has not used its processor for 8 seconds, or has used it for more than 10 seconds in one run.
+# A rank is stuck if it has used no processor time for 8 seconds, or more than 10 seconds of it in one run.
 LIMITS_S = 8, 10
 LAST_S = 600  # seconds after which a run ends in any case
 UNKNOWN = "no known mistake gives these figures: print gradients around the average, parameters around the step"
@@ -27,20 +26,19 @@ KNOWN_ERRORS = {  # a part of an exception's message -> the cause
 
 
 class Wrong(Exception):
-    """Says what was expected, what came instead (a text of one or two lines), and the likely cause, or "" for none."""
+    """Says what was expected, what came instead (one line or two), and the likely cause, or "" for none."""
 
     def __init__(self, expected, came, cause=UNKNOWN):
         super().__init__(came)
         self.expected = expected
         self.came = came.strip()
-        # (first word, rest) of each line to print: the second line of `came` has "" as its word, and an empty cause is
-        # left out. grade/report.py prints these.
+        # (first word, rest) of each line that grade/report.py prints. The second line of `came` has "" as its word.
         lines = [("expected", expected), *zip(("came", ""), self.came.split("\n")), ("cause", cause)]
         self.lines = [(word, rest) for word, rest in lines if rest]
 
 
 class Failed(Wrong):
-    """Says that an exception, a death or a hang of a rank has ended a check."""
+    """The Wrong of a check that an exception, a death or a hang of a rank has ended."""
 
 
 def require(is_right, *texts):
@@ -50,14 +48,14 @@ def require(is_right, *texts):
 
 
 class Grader:
-    """Keeps ranks, on which it runs functions with the optimizer of `package`, the learner's."""
+    """Keeps ranks, and runs functions on them with the optimizer of `package`, the learner's."""
 
     def __init__(self, package, workers=None):
         self.package = package
         self.workers = {} if workers is None else workers  # {number of ranks: Workers, which are as many processes}
-        # {arguments of `run`: what the ranks have returned}. A second check with the same run takes these results.
+        # {arguments of `run`: what the ranks have returned}, for further checks with the same arguments.
         self.results = {}
-        # Lines that the ranks have printed in the latest check. report.py prints some of them where the check fails.
+        # Lines that the ranks have printed in the latest check. report.py prints some of them if the check fails.
         self.printed = []
 
     def close(self):
@@ -67,14 +65,14 @@ class Grader:
 
     @functools.cached_property
     def facts(self):
-        """Facts about the graded class, which on_ranks.look finds on a rank: its name, the methods that it lacks, ….
+        """Facts about the graded class, such as its name and the methods that it lacks.
 
-        Only ranks import the package, because its mistakes can end a process.
+        on_ranks.look finds them on a rank. Only ranks import the package, because its mistakes can end a process.
         """
         return self.run(2, on_ranks.look)[0]
 
     def outcome(self, check):
-        """Run a Check of grade/levels.py; return a list of lines to print if it passes, and its Wrong if it fails."""
+        """Run a Check of grade/levels.py. Return a list of lines to print if it passes, or its Wrong if it fails."""
         self.printed.clear()
         try:
             return check.function(self) or []
@@ -82,39 +80,39 @@ class Grader:
             return wrong
 
     def start(self):
-        """Start the ranks that level 1 needs, in advance. They import the package later, when a check runs."""
+        """Start the ranks that level 1 needs. They import the package only when a check runs."""
         for world_size in (2, 3, 4):
             self.workers_of(world_size).run(on_ranks.ready)
 
     def workers_of(self, world_size):
-        """Return Workers for this number of ranks, which are started once."""
+        """Return the Workers for this number of ranks. The first call starts them."""
         if world_size not in self.workers:
             self.workers[world_size] = Workers(world_size, timeout_s=LAST_S)
         return self.workers[world_size]
 
     def run(self, world_size, function, *args, cause_of_error=None):
-        """Call function(candidate, *args) on each rank; return the list of results. Raise Failed if a rank fails.
+        """Call function(candidate, *args) on each rank. Return the list of results. Raise Failed if a rank fails.
 
-        candidate: a Candidate (grade/runs.py), which each rank makes: the graded class and what belongs to it there.
-        cause_of_error: the likely cause to name if the failure itself doesn't show one.
+        candidate: a Candidate (grade/runs.py): the graded class, and what belongs to it on the rank. cause_of_error:
+        the likely cause to name if the failure itself doesn't show one.
         """
         key = world_size, function, args
         if key in self.results:
             return self.results[key]
         workers = self.workers_of(world_size)
-        # For each rank the list of its Reports in order of time, but without those of printed lines.
+        # For each rank its Reports in order of time, without printed lines.
         reports_by_rank = [[] for _ in range(world_size)]
         raised = []  # (rank, Report) of each exception, in order of time
 
         def hear(rank, report):
-            """Note a Report; end the run when all ranks stand still. Workers call this for each Report that arrives."""
+            """Note a Report. End the run if all ranks stand still. Workers call this for each Report that arrives."""
             if report.kind == "printed":
                 self.printed.append(f"rank {rank}: {report.text}")
                 return
             reports_by_rank[rank].append(report)
             if report.kind == "raised":
                 raised.append((rank, report))
-            # The set of what the ranks have reported last. All stand still if each is stuck or has ended.
+            # The kinds that the ranks have reported last. All ranks stand still if each is stuck or has ended.
             latest = {reports[-1].kind if reports else "" for reports in reports_by_rank}
             if "stuck" in latest and latest <= {"stuck", "ended"}:
                 raise WorkerError("all ranks stand still")  # workers.run ends the ranks, and raises this error below
@@ -129,10 +127,10 @@ class Grader:
 def failure(error, reports_by_rank, raised, cause_of_error):
     """Return the arguments of a Failed (expected, came, cause) for an exception, a death or a hang.
 
-    error: what the WorkerError says, in a line. reports_by_rank, raised: as in Grader.run. cause_of_error may be None.
+    error: the text of the WorkerError. reports_by_rank, raised, cause_of_error: as in Grader.run.
     """
     parting = first_difference(reports_by_rank)  # "" if all ranks call the same collectives
-    # Where a rank dies or raises, gloo raises on the ranks that wait for it. Those are no culprits.
+    # If a rank dies or raises, gloo raises on the ranks that wait for it. These are no culprits.
     culprits = [(rank, report) for rank, report in raised if "gloo" not in report.text]
     has_died = " ended with exit code " in error or " was killed by signal " in error
     if culprits or (raised and not has_died):
@@ -140,7 +138,7 @@ def failure(error, reports_by_rank, raised, cause_of_error):
         came = shorten(f"rank {rank}: {report.text}")
         if report.place:
             came += f"\nin {report.place}"
-        if not culprits:  # gloo alone has raised, for example because ranks call different collectives
+        if not culprits:  # only gloo has raised, for example because ranks call different collectives
             return "no exception", came, cause_of_error or parting or UNKNOWN
         known_cause = next((cause for part, cause in KNOWN_ERRORS.items() if part in report.text), cause_of_error)
         return "no exception", came, known_cause
@@ -152,7 +150,7 @@ def failure(error, reports_by_rank, raised, cause_of_error):
         if " was killed by signal 6" in error:  # gloo aborts a rank that gets a message of another size
             cause = cause_of_error or parting or cause
         return "every rank lives until the end of this check", came, cause
-    # What is left is a hang: say for each rank where it stands, and name ranks together that stand at the same place.
+    # Otherwise the ranks hang: say where each stands, and name ranks together that stand at the same place.
     ranks_doing = {}  # words about what a rank does -> the ranks that do this
     for rank, reports in enumerate(reports_by_rank):
         ranks_doing.setdefault(doing(reports), []).append(str(rank))
@@ -177,13 +175,13 @@ def latest_collective(reports):
 def doing(reports):
     """Return in words where a rank stands: "hangs in broadcast of 64 bytes from rank 1 (mine.py:31)".
 
-    reports: those of this rank. A place is a "file:line" of the learner's.
+    reports: of this rank.
     """
     latest = latest_collective(reports)
     if reports and reports[-1].kind == "ended":
         return f"has ended; its last was {latest or 'no collective'}"
-    places = [report.place for report in reports if report.kind == "stuck"]  # where the rank was stuck; the last counts
-    # It hangs in a collective if it is stuck in the line that has called that collective.
+    places = [report.place for report in reports if report.kind == "stuck"]  # the last place counts
+    # The rank hangs in its latest collective if it is stuck in the line that has called the collective.
     if latest and (not places or latest.endswith(f"({places[-1]})")):
         return f"hangs in {latest}"
     place = places[-1] if places else ""
@@ -193,13 +191,13 @@ def doing(reports):
 def first_difference(reports_by_rank):
     """Return a sentence that says at which collective the ranks first differ; "" if they never do.
 
-    Sends and receives don't count, because right programs call other ones on each rank.
+    Sends and receives don't count, because they differ between ranks in right programs, too.
     """
     calls_by_rank = []  # for each rank its collectives in words, such as "broadcast of 16 bytes from rank 0"
     for reports in reports_by_rank:
         calls_by_rank.append([report.text for report in reports
                               if report.kind == "collective" and not report.text.startswith(("send", "recv"))])
-    # calls: what each rank calls as its collective `number`; "nothing" on a rank that has called fewer.
+    # calls: the collective `number` of each rank; "nothing" for a rank that has called fewer.
     for number, calls in enumerate(itertools.zip_longest(*calls_by_rank, fillvalue="nothing"), start=1):
         first = calls[0]
         for rank, call in enumerate(calls):

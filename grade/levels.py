@@ -1,17 +1,19 @@
 """Holds the checks of levels 1 and 2, which grade the sharded optimizer of a learner's package.
 
 A level is a title and a list of Checks. The function of a Check trains with the package's optimizer on d processes, the
-ranks, and compares what was recorded there with the right values. `by_hand` computes the right values by arithmetic,
-and `trains` takes them from one process that has the batches of all ranks. The function returns lines to print, or
-None. If the package fails it raises a verdict, Wrong, with three texts: what was expected, what came of it, and the
-likely cause. require(condition, expected, came, cause) does so unless the condition holds. Failed is the Wrong of an
-exception, a death or a hang on a rank.
+ranks, and compares what was noted there with the right values. `by_hand` computes the right values by arithmetic, and
+`trains` takes them from one process that has the batches of all ranks. The function returns lines to print, or None.
+If the package fails it raises a verdict, Wrong: what was expected, what came instead, and the likely cause.
+require(condition, expected, came, cause) does so unless the condition holds. A Failed is the Wrong of an exception, a
+death or a hang on a rank.
 
-Words. A Run (grade/runs.py) or ByHand (grade/by_hand.py) describes a training run; `settings` are fields of theirs,
-which have comments there. A Seen (grade/runs.py) is what was recorded on one rank in a run; its snapshots hold all
-parameters of the model after the constructor and after each step. The ledger lists the collectives that a rank begins.
-The class that is graded is whole if it is a DistributedOptimizer; a core is a ShardedOptimizer, which lacks no_sync(),
-clipping and saving. The inner optimizer is torch's, which the class builds for the parameters that a rank owns.
+    Run, ByHand    describe a training run (grade/runs.py, grade/by_hand.py). `settings` are values for their fields
+    Seen           what was noted on one rank in a run. Its snapshots hold all parameters of the model after the
+                   constructor and after each step; grade/runs.py explains its other fields
+    ledger         lists the collectives that a rank begins
+    whole, core    the graded class is whole if it is a DistributedOptimizer. A core is a ShardedOptimizer, which lacks
+                   no_sync(), clipping and saving
+    inner          optimizer: one of torch's, which the class builds for the parameters that a rank owns
 """
 
 import functools
@@ -26,7 +28,7 @@ from grade.compare import check_norm, check_params, difference
 from grade.grader import Failed, require
 from grade.runs import LR, OTHER_SEED, Run, counted, flat_copy, play
 
-# Likely causes, as a learner is told of them: each names a mistake, or the rule that the package seems to break.
+# Likely causes, which a learner reads. Each names a mistake, or the rule that the package seems to break.
 EMPTY = "fewer parameters than ranks here: a rank that owns nothing takes part in every collective"
 LATE = "a module reads parameters that have not arrived: each must wait for its own, and step() for all"
 UNUSED = "where a rank has no gradient in a step it sends zeros, and none of an earlier step; divide by all d"
@@ -44,15 +46,15 @@ LARGEST_NUMEL = WIDTH * WIDTH  # elements of a layer's weight, the largest param
 NUMEL = N_LAYERS * (LARGEST_NUMEL + WIDTH)  # elements of all weights and biases of EIGHT_LAYERS; Ψ in texts
 # In a Run with `unused`, elements 0-5 of a snapshot are a parameter that one rank uses, 6-11 one that no rank uses.
 USED_BY_NONE = slice(6, 12)
-MAX_SENT_PADDING = 0.2  # a rank may send so much padding, as a part of the bytes that it sends without padding
-MAX_GROWTH = 0.01  # a rank may keep so many bytes more after each step, for each element of the parameters
+MAX_SENT_PADDING = 0.2  # how much padding a rank may send, as a part of the bytes that it sends without padding
+MAX_GROWTH = 0.01  # how many bytes more a rank may keep after each step, for each element of the parameters
 
 
 class Check:
     """Has a name, which is printed, and a function, which is called with a Grader: function(grader, **settings).
 
-    fact: an attribute of grader.facts, which says what the graded class is or has. The check runs only if it is true:
-    "is_whole", or "prefetches" for a class that has prefetch_params(). A check whose fact is "" always runs.
+    fact: the name of an attribute of grader.facts, which describes the graded class. The check runs only if the
+    attribute is true: "is_whole", or "prefetches" if the class has prefetch_params(). With "" the check always runs.
     """
 
     def __init__(self, name, function, fact="", /, **settings):
@@ -62,8 +64,8 @@ class Check:
 
 
 def play_on(grader, run, d=2, cause_of_error=None):
-    """Let d ranks do a Run, and return the Seen of each. Raise Failed, with `cause_of_error`, if one has an error."""
-    n_ranks = d + 1 if run.without_rank_0 else d  # rank 0 is there and doesn't train, so d others do
+    """Let d ranks do a Run, and return the Seen of each. Raise Failed, with `cause_of_error`, if a rank fails."""
+    n_ranks = d + 1 if run.without_rank_0 else d  # one more for rank 0, which doesn't train
     return grader.run(n_ranks, play, run, cause_of_error=cause_of_error)[-d:]  # of the ranks that have trained
 
 
@@ -78,7 +80,7 @@ def interface(grader):
 
 
 def is_an_optimizer(grader):
-    """Check that the class has the base class and the methods of level 2. A core needs the base class alone."""
+    """Check that the class has the base class and the methods of level 2. A core needs only the base class."""
     facts = grader.facts
     expected = "a torch.optim.Optimizer"
     lacks = []
@@ -95,11 +97,11 @@ def is_an_optimizer(grader):
 
 
 def by_hand(grader, d=2, cause_of_error=None, **settings):
-    """Check every element of the parameters after a ByHand with these settings: arithmetic gives the right values."""
+    """Check every element of the parameters after a ByHand with these settings, against values from arithmetic."""
     run = ByHand(**settings)
 
     def play_again(other_run):
-        """Return the Seen of each rank in another run, by which check_movement tries causes; None if a rank fails."""
+        """Return the Seen of each rank in another run, or None if a rank fails. check_movement tries causes so."""
         try:
             return play_on(grader, other_run, d)
         except Failed:
@@ -109,7 +111,7 @@ def by_hand(grader, d=2, cause_of_error=None, **settings):
 
 
 def of_16_bits(grader):
-    """Check bfloat16 parameters. bfloat16 has all numbers of this run; its gradients are too large for fp16."""
+    """Check bfloat16 parameters. bfloat16 represents all numbers of this run, and fp16 doesn't: they are too large."""
     by_hand(grader, dtype=torch.bfloat16, lr=2.0**-20, scales=(2**17,) * 4)
 
 
@@ -123,9 +125,9 @@ def nan_arrives(grader):
 
 
 def constructor(grader, **settings):
-    """Check that the constructor copies rank 0's parameters to every rank. A step whose gradients are 0 must keep them.
+    """Check that the constructor copies rank 0's parameters to every rank. A step with gradients of 0 must keep them.
 
-    Before the constructor all elements are r on rank r, so rank 0's are 0.
+    Before the constructor all elements are r on rank r, so all must become 0.
     """
     expected = "the constructor gives every rank the parameters of the first rank: here 0 everywhere"
     ranks = play_on(grader, ByHand(scales=(0,) * 4, start_is_rank=True, **settings))
@@ -149,7 +151,7 @@ def of_some_ranks(grader):
 
 
 def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
-    """Check that after every step of a Run d ranks have the parameters of one process that has all their batches.
+    """Check that d ranks have the parameters of one process with all their batches, after every step of a Run.
 
     cause_if_unknown: the cause to name if no mistake of grade/mistakes.py gives the parameters that the ranks have.
     """
@@ -178,7 +180,7 @@ def trains(grader, d=2, cause_if_unknown="", cause_of_error=None, **settings):
 
 
 def resumes_in_16_bits(grader):
-    """Check that a run that saves, and loads in a new optimizer, ends with the bits of a run that goes straight on."""
+    """Check that a run that saves, and loads into a new optimizer, has the same bits as a run that goes straight on."""
     run = Run(optimizer="AdamW", steps=4, dtype=torch.bfloat16)
     straight = play_on(grader, run)[0].snapshots
     resumed = play_on(grader, replace(run, resume=True))[0].snapshots
@@ -189,7 +191,7 @@ def resumes_in_16_bits(grader):
 
 
 def state(grader, d=2):
-    """Check that each element of AdamW's two moments exists on one rank alone, and so on no rank all of them."""
+    """Check that each element of AdamW's two moments exists on exactly one rank."""
     n_held = [seen.n_state for seen in play_on(grader, EIGHT_LAYERS, d)]  # for each rank its elements that aren't 0
     whole = 2 * NUMEL  # elements of both moments
     total = sum(n_held)
@@ -202,13 +204,13 @@ def state(grader, d=2):
     require(total >= whole, expected, f"{whole - total} of its {whole} elements on no rank: {shares}",
             "some parameters are stepped by an optimizer that is not a torch.optim.Optimizer, or by none")
     lines = [f"state      {shares}"]
-    if max(n_held) > whole / d + 2 * LARGEST_NUMEL:  # more than parameters of that size explain
+    if max(n_held) > whole / d + 2 * LARGEST_NUMEL:  # a fair share, and both moments of the largest parameter more
         lines.append("unequal    allowed, but wasteful: the largest parameter first, to the rank that has least")
     return lines
 
 
-# Bytes sent are counted in units. A unit, 4Ψ · (d-1)/d bytes, is what a rank sends in an all-gather of all parameters,
-# which have Ψ elements of 4 bytes. On gloo gradients take 2 units, as an all-reduce, and parameters take 1.
+# Bytes sent are counted in units. A unit is what a rank sends in an all-gather of all parameters: 4Ψ · (d-1)/d bytes.
+# The parameters have Ψ elements of 4 bytes. An all-reduce of all gradients takes 2 units.
 SUFFICIENT = {  # kind of collective -> (units that suffice for a step, the likely cause of more units)
     "all_reduce": (2, "an all-reduce takes twice the bytes of a broadcast from the owner, or of an all-gather"),
     "all_gather": (1, "a rank gives the all-gather more than it owns: send gradients by all_reduce or reduce_scatter"),
@@ -229,14 +231,14 @@ def cause_of_excess(units):
     excess = {kind: units[kind] - sufficient for kind, (sufficient, _) in SUFFICIENT.items()}
     kind = max(excess, key=excess.get)
     _, cause = SUFFICIENT[kind]
-    # "of them" are units: the learner has read "3 · 4Ψ · (d-1)/d bytes".
+    # "of them" means units: the learner has read "3 · 4Ψ · (d-1)/d bytes" above.
     return cause if excess[kind] > 0 else "gradients need 2 of them, and parameters 1"
 
 
 def sends_and_holds(grader):
     """Check the bytes that a rank sends in a step and holds after it, on four ranks and on two.
 
-    On two ranks alone, a package that gathers every rank's gradients on every rank would pass.
+    With only two ranks, a package that gathers every rank's gradients on every rank would pass.
     """
     for d in 4, 2:
         with_ranks = "with 4 ranks, " if d == 4 else ""
@@ -251,13 +253,13 @@ def sends_and_holds(grader):
                 "at most 3 · 4Ψ · (d-1)/d bytes sent by a rank in a step, as in stages 1 and 2",
                 f"{with_ranks}{sent:.2f} · 4Ψ · (d-1)/d bytes, in {collectives}", cause_of_excess(units))
         # DDP holds 16 bytes for each parameter: 4 of the parameter, 4 of its gradient, 8 of AdamW's two moments. On two
-        # ranks a right package may hold as many, in half of the moments and a buffer, so there the check is left out.
+        # ranks a right package may hold as many: half of the moments, and a buffer. So this isn't checked there.
         if d > 2:
             due = 8 + 8 / d  # a parameter, its gradient, and this rank's part of the moments
             require(held <= 16 * 1.05, "fewer bytes a parameter held after a step than DDP with AdamW holds: 16",
                     f"{with_ranks}{held:.2f}", f"parameters and gradients take 8 and 1/{d} of the moments {8 / d:g}: "
                     f"{held - due:.2g} more are kept")
-    # The loop has ended with two ranks, whose figures are printed.
+    # The figures of the loop's last pass, with two ranks, are printed.
     native = ""
     if sent_on_nccl < sent:  # on NCCL a rank sends less
         native = f"; {sent_on_nccl:.2g} where a reduce-scatter is no all-reduce, as gloo's is"
@@ -270,7 +272,7 @@ def keeps_nothing(grader):
     """Check that a rank holds as much after step 6 as after step 2."""
     after_2 = play_on(grader, EIGHT_LAYERS)  # a run of two steps
     after_6 = play_on(grader, replace(EIGHT_LAYERS, steps=6))
-    # Bytes more after 4 further steps, on the rank where these are most.
+    # How many bytes more a rank holds after 4 further steps: the most of all ranks.
     n_more = max(later.held - earlier.held for earlier, later in zip(after_2, after_6))
     growth = n_more / 4 / NUMEL  # bytes in a step, for each element of the parameters
     require(growth <= MAX_GROWTH, "a rank holds as much after step 6 as after step 2",
@@ -292,7 +294,7 @@ def first_layer_waits(grader):
 
 
 def transposed(grader):
-    """Check matrices that lie transposed in memory. A package may refuse them by an exception, and not mix them up."""
+    """Check matrices that lie transposed in memory. A package may refuse them by an exception, but not mix them up."""
     try:
         trains(grader, cause_if_unknown=STRIDES, strides=True)
     except Failed as failed:  # failed.came begins with the exception in a line
@@ -302,7 +304,7 @@ def transposed(grader):
 def follows_loaded(grader):
     """Check that a step of bfloat16 parameters starts from weights that were loaded after the constructor.
 
-    SGD moves an element by lr · gradient, and gradients are below 1 here. Weights of before the load are further away.
+    SGD moves an element by lr · gradient, and gradients are below 1 here. Older weights are farther away.
     """
     run = Run(dtype=torch.bfloat16, reloads=True, steps=1)
     loaded = flat_copy(run.model(OTHER_SEED).parameters())
@@ -322,7 +324,7 @@ def sends_in_backward(grader):
 # A drill is a copy of a stage with a fault, which a learner has to find. Only drills have these checks.
 CHECKS_OF_DRILLS = [Check("weights that are loaded after the constructor are trained", follows_loaded),
                     Check("gradients are in flight while the backward pass computes", sends_in_backward)]
-LEVELS = {  # level -> (title, Checks); each Check: its printed name, its function, perhaps a fact; then settings
+LEVELS = {  # level -> (title, Checks). A Check gets its name, its function, a fact if it needs one, and settings
     1: ("Level 1: It trains", [
         Check("the interface", interface),
         Check("16 elements by hand, 2 ranks", by_hand),

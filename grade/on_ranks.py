@@ -1,9 +1,9 @@
 """Runs in each rank, a process of the grader: calls a function with the learner's package, and watches the package.
 
-A rank sends Reports to the grader's process (grade/grader.py) by `event`, at once: a rank that was killed can't report
-later what it has done. The ledger is the list of collectives that a rank has begun; a collective's entry in it has its
-kind and its bytes. A Work is torch's handle of a collective that runs in the background: who wants the result calls its
-wait().
+A rank sends Reports to the grader's process (grade/grader.py). `event` sends a Report at once, because a rank that was
+killed can't report later what it has done. The ledger is the list of collectives that a rank has begun. Its entry for a
+collective has the kind and the bytes. A Work is torch's handle of a collective that runs in the background: a program
+calls its wait() before it reads the result.
 """
 
 import functools
@@ -33,13 +33,14 @@ CLASSES = "DistributedOptimizer", "ShardedOptimizer"
 # Methods that a check may call. `look` notes which of them the class lacks.
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
            "finish_param_sync")
-# Folders of the grader's own code, whose lines are never shown as the place of a mistake.
+# Folders of the grader's own code, which is never the place of a mistake.
 OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("grade", "harness"))
 
 
 class Report(NamedTuple):
     """Says what a rank does or has met."""
-    kind: str  # "collective": begins one; "stuck"; "moves": is stuck no longer; "printed"; "raised": an error; "ended"
+    # "collective": begins one. "stuck". "moves": is stuck no longer. "printed": a line. "raised": an error. "ended".
+    kind: str
     text: str = ""  # the collective in words, or the printed line, or the error
     place: str = ""  # "file:line" of a collective or an error, or where the rank is stuck; "" if it isn't the learner's
 
@@ -47,12 +48,13 @@ class Report(NamedTuple):
 class ReportedLedger(Ledger):
     """Lists the collectives of a rank as entries, as Ledger does, and reports each collective before it begins.
 
-    Each entry gets two attributes more, which grade/runs.py and grade/by_hand.py read. place: "file:line" of the call.
-    is_awaited: whether somebody has waited for the result, or need not wait, because the call itself has waited.
+    Each entry gets two more attributes, which grade/runs.py and grade/by_hand.py read:
+    place: "file:line" of the call. is_awaited: whether somebody has waited for the result. It is True, too, if the call
+    itself has waited.
     """
 
     def entry_of(self, operator, arguments):
-        """Return the entry of a collective that begins, or None if the operator of torch moves no bytes.
+        """Return the entry of a collective that begins, or None if torch's operator moves no bytes.
 
         Ledger calls this before it calls the operator. arguments: {name: argument} of the operator.
         """
@@ -70,7 +72,7 @@ class ReportedLedger(Ledger):
     def _watch(self, entry, result):
         """Return the result of a collective, with an AwaitedWork in place of its Work.
 
-        Ledger calls this with what the operator has returned, and the caller of the collective gets what this returns.
+        Ledger calls this with the result of the operator. The caller of the collective gets what this returns.
         """
         result = super()._watch(entry, result)
         # An operator returns a Work in a box of C++ (ScriptObject), or a list of output tensors that ends with the box.
@@ -79,7 +81,7 @@ class ReportedLedger(Ledger):
             return result
         entry.is_awaited = False
         work = AwaitedWork(dist.Work.unbox(boxed), entry)
-        self.works.append(work)  # Ledger's list. Without a reference in Python, C++ would lose the Python object
+        self.works.append(work)  # Ledger's list. It keeps the Python object alive, which C++ doesn't
         return [*outputs, work.boxed()] if outputs else work.boxed()
 
 
@@ -109,7 +111,7 @@ class AwaitedWork(dist.Work):
 def where(frames):
     """Return "file:line" of the first (frame, line) in `frames` that is in the learner's code; "" if none is.
 
-    The learner's code is every file below the current folder, but for the grader's own files and for libraries.
+    The learner's code is every file below the current folder, except the grader's own files and libraries.
     """
     for frame, line in frames:
         path = frame.f_code.co_filename
@@ -132,7 +134,7 @@ class Printed(io.TextIOBase):
 
 @functools.cache
 def silence():
-    """Report what Python prints. Drop what C++ prints: gloo does so as it dies. Only the first call does anything."""
+    """Report what Python prints. Drop what C++ prints, such as gloo's last words. Only the first call has an effect."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # stdout of C++
     os.dup2(nowhere, 2)  # its stderr
@@ -143,18 +145,18 @@ def silence():
 def watch_for_hangs(ended, still_s, busy_s):
     """Report "stuck", with the place of the main thread, and "moves" when it goes on, until the event `ended` is set.
 
-    This runs in a thread of its own. A rank is stuck if it has used no processor time for `still_s` seconds, or if it
-    has used `busy_s` seconds of processor time since this began: then it seems to loop for ever. The second limit isn't
-    one of the clock, because a busy machine makes every process slow.
+    This runs in a thread of its own. A rank is stuck if it has used no processor time for `still_s` seconds. It is also
+    stuck if it has used `busy_s` seconds of processor time since this began: then it seems to loop for ever. The clock
+    can't tell that, because every process is slow on a busy machine.
     """
     main_thread = threading.main_thread().ident
-    used_s = time.process_time()  # the processor time that the rank had used when it last went on
+    used_s = time.process_time()  # the processor time of the rank when it was last seen to work
     last_use = time.monotonic()  # when that was
     was_stuck = False
     limit_s = used_s + busy_s
     while not ended.wait(0.25):
         processor_s = time.process_time()
-        if processor_s - used_s > 0.05:  # more than this thread itself uses while the rank stands still
+        if processor_s - used_s > 0.05:  # more than this thread itself uses
             used_s = processor_s
             last_use = time.monotonic()
         is_stuck = processor_s > limit_s or time.monotonic() - last_use > still_s
@@ -170,14 +172,14 @@ def watched(rank, package, limits, function, *args):
     """Import the package, call function(candidate, *args) and return the result. Report meanwhile what the rank does.
 
     candidate: a Candidate, the graded class and what belongs to it on this rank. rank: a Rank of harness/ranks, which
-    names this process. limits: (still_s, busy_s), see watch_for_hangs.
+    has the rank's number. limits: (still_s, busy_s), see watch_for_hangs.
     """
     silence()
     ended = threading.Event()
     threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
     try:
         modules = [importlib.import_module(package), submodule_optimizer(package)]
-        # (class, its name), a whole optimizer before a core. The package itself goes before its module `optimizer`.
+        # (class, its name). A whole optimizer comes before a core, and the package before its module `optimizer`.
         classes = [(getattr(module, name), name) for name in CLASSES for module in modules if hasattr(module, name)]
         cls, name = classes[0] if classes else (None, "")
         with ReportedLedger() as ledger:
@@ -196,15 +198,15 @@ def watched(rank, package, limits, function, *args):
 
 
 def submodule_optimizer(package):
-    """Return the module `optimizer` of a package that was imported, or None if it has no such module."""
-    is_folder = hasattr(sys.modules[package], "__path__")  # a module alone has no path
+    """Return the module `optimizer` of a package that was imported, or None if the package lacks it."""
+    is_folder = hasattr(sys.modules[package], "__path__")  # a module that is one file has no path
     if is_folder and importlib.util.find_spec(f"{package}.optimizer"):
         return importlib.import_module(f"{package}.optimizer")
     return None
 
 
 def ready(rank):
-    """Do nothing. The grader calls this to start ranks in advance: when it runs, they have met."""
+    """Do nothing. The grader calls this to start ranks in advance: it returns when all ranks have met."""
 
 
 def plays(candidate, module, name):
@@ -217,14 +219,14 @@ def plays(candidate, module, name):
 
 
 def look(candidate):
-    """Return facts about the graded class. The grader's process needs them, and never imports the package itself."""
+    """Return facts about the graded class, which the grader's process needs: it never imports the package itself."""
     cls = candidate.cls
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     docstring = getattr(inspect.getmodule(cls), "__doc__", None) or ""
     exercise = re.search(r"The solution is (stage\w+)/", docstring)
     return SimpleNamespace(
         name=candidate.name,  # "" if the package has none of CLASSES
-        missing=missing,  # those of METHODS that the class lacks
+        missing=missing,  # the METHODS that the class lacks
         exercise_of=exercise[1] if exercise else "",  # the stage whose core the learner was to fill in, or ""
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
         is_whole=candidate.name == CLASSES[0],  # a whole optimizer and not a core

@@ -1,12 +1,13 @@
 """Prints the verdict on a learner's package, and which command comes next.
 
-The verdict names check after check, by levels, up to the first that fails. A stage is one of the four
-optimizers of this repository. A drill is a copy of a stage with a fault, which the learner has to find and mend
-(grade/exercises.py). For a drill the verdict is that it is mended, or a hint.
+A package is graded by checks, in three levels. The verdict lists the checks one by one, and stops at the first that
+fails. A stage is one of the four optimizers of this repository (STAGES), but make's STAGE= names any package. A drill
+is a copy of a stage with a fault, which the learner has to find and mend (grade/exercises.py). For a drill the verdict
+is that it is mended, or a hint. In exercise 0 the learner writes a ring: collectives that are made of sends.
 
 A check that fails gives a Wrong, whose `lines` are (first word, rest) of each line to print: what was expected, what
-came instead, the likely cause. A Grader runs checks on several processes, the ranks. Its `facts` say what the class
-that is graded is and has: a whole optimizer, or a core, which has no level 3.
+came instead, the likely cause. A Grader runs checks on several processes, the ranks. `grader.facts` describes the
+graded class. It is a whole optimizer or a core: a core has only what training needs, and no level 3.
 """
 
 import re
@@ -17,8 +18,8 @@ from grade.grader import Wrong, shorten
 from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
 from harness import STAGES
 
-RING = "ring"  # exercise 0: the name of its module, and also what stands for it where others have a level, 1 to 3
-REPORTED = "The report"  # a title in place of a level's: under it the check runs that sees a drill's fault
+RING = "ring"  # the name of exercise 0's module, which also stands for the exercise in place of a level, 1 to 3
+REPORTED = "The report"  # the heading for the check that detects a drill's fault
 N_PRINTED = 4  # how many lines are shown of what the ranks have printed
 
 
@@ -28,11 +29,13 @@ def say(*lines):
 
 
 def checks_of(level, grader, only=""):
-    """Return (title, Checks) of a level, or of exercise 0 if `level` is RING.
+    """Return (title, Checks) of a level, or of exercise 0 if `level` is RING. Two kinds of checks are left out:
 
-    Checks whose name lacks the text `only` are left out, and checks that aren't for the class that is graded: `fact`
-    of a Check names a fact that must be true of the class; "" is for all classes.
+    - checks whose name lacks the text `only`
+    - checks that aren't for the graded class: `fact` of a Check names what must be true of the class; "": nothing must
     """
+    # Three modules have checks: grade/levels.py for levels 1 and 2, grade/collective.py for exercise 0, and
+    # grade/contract.py for level 3, which it makes from tests when it is called.
     if level == 3:
         title, checks = contract.level()
     elif level == RING:
@@ -46,8 +49,8 @@ def checks_of(level, grader, only=""):
 def passes(level, grader, only=""):
     """Run and print the checks of `level` up to the first that fails. Return whether all have passed.
 
-    Return None at level 2 if the class isn't a torch.optim.Optimizer yet: then it was written for level 1, and that is
-    no failure.
+    Return None at level 2 if the class isn't a torch.optim.Optimizer: then it was written for level 1, which is no
+    failure.
     """
     title, checks = checks_of(level, grader, only)
     if checks:
@@ -56,6 +59,7 @@ def passes(level, grader, only=""):
         outcome = grader.outcome(check)  # a Wrong, or lines to print if the check has passed
         if not isinstance(outcome, Wrong):
             say(("ok", check.name), *[("", line) for line in outcome])
+        # The first check of level 2, "its methods", wants a torch.optim.Optimizer.
         elif check.name == "its methods" and not grader.facts.is_optimizer:
             say(("not yet", f"level 2 wants {outcome.expected}"),
                 ("", "docs/exercise.md has its skeleton"))
@@ -69,26 +73,26 @@ def passes(level, grader, only=""):
 
 
 def lines_printed(grader):
-    """Yield the latest lines that the ranks have printed, as (first word, rest), and how many were before these."""
+    """Yield lines to print, as (first word, rest): what the ranks have printed last, and how many lines were before."""
     for line in grader.printed[-N_PRINTED:]:
         yield "printed", shorten(line)
     if len(grader.printed) > N_PRINTED:
         yield "", f"{len(grader.printed) - N_PRINTED} lines before these"
 
 
-def mends(number, grader, hint):
-    """Run all checks on drill `number`. Print and return whether it is mended; if not, print a hint (1 to 3).
+def grade_drill(number, grader, hint):
+    """Run all checks on drill `number`. Print and return whether it is mended. If not, print a hint (1 to 3).
 
-    The check that sees the drill's fault runs first. It gets the name "the fault", because its own would be a hint.
+    The check that detects the drill's fault runs first. It gets the name "the fault", because its own would be a hint.
     """
     drill = exercises.drills()[number]
     print(f"Drill {number}: {drill.title}", flush=True)
     levels = [checks_of(level, grader) for level in LEVELS]  # (title, Checks) of levels 1 and 2
-    all_checks = [*CHECKS_OF_DRILLS]
+    all_checks = [*CHECKS_OF_DRILLS]  # these belong to no level: each detects a fault that no level is about
     for _, checks in levels:
         all_checks += checks
-    sees_fault = next(check.function for check in all_checks if check.name == drill.check)
-    for title, checks in [(REPORTED, [Check("the fault", sees_fault)]), *levels]:
+    detect_fault = next(check.function for check in all_checks if check.name == drill.check)
+    for title, checks in [(REPORTED, [Check("the fault", detect_fault)]), *levels]:
         print(f"  {title} …", flush=True)
         for check in checks:
             outcome = grader.outcome(check)
@@ -107,8 +111,8 @@ def mends(number, grader, hint):
 def hints(drill, wrong, hint):
     """Return lines to print, as (first word, rest), about a drill that isn't mended.
 
-    wrong: the failure of the check that sees the fault. hint: 1 shows a user's report of the fault, 2 also the check,
-    3 also which state of the optimizer to look at. The likely cause stays hidden.
+    wrong: the failure of the check that detects the fault. hint: 1 shows a user's report of the fault, 2 also the
+    check, 3 also which state of the optimizer to look at. The likely cause stays hidden.
     """
     lines = [("report", drill.report)]
     if hint >= 2:
@@ -125,7 +129,7 @@ def hints(drill, wrong, hint):
 def what_next(grader, left_out=None):
     """Return in a sentence or a command what a learner does next, when all checks have passed.
 
-    left_out: the first level that the learner hasn't asked for, because of --levels; None if there is none.
+    left_out: the first level that --levels has left out, or None.
     """
     package = grader.package
     number = exercises.number_of_drill(package)  # None if the package isn't a drill
@@ -146,10 +150,10 @@ def what_next(grader, left_out=None):
 
 
 def grade(grader, args):
-    """Print the verdict, and what is next; return whether all levels that were asked for have passed.
+    """Print the verdict, and what is next. Return whether all levels that were asked for have passed.
 
-    Return None if level 1 has passed, and the class isn't written for level 2 yet. args: what grade/__main__.py has
-    parsed: `levels` is the last level to grade, `only` a part of names of checks ("" for all), `hint` is for drills.
+    Return None if level 1 has passed, and the class isn't written for level 2. args: the options of grade/__main__.py:
+    `levels` is the last level to grade, `only` is a part of names of checks ("" for all), `hint` is for drills.
     """
     try:
         facts = grader.facts
@@ -161,10 +165,11 @@ def grade(grader, args):
     last_level = 3 if facts.is_whole else 2  # a core has no level 3
     is_ring = grader.package.endswith(f".{RING}")
     levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
+    # Whether no check has `only` in its name. Drills ignore `only`. checks_of returns (title, Checks).
+    is_unknown = not number and args.only and not any(checks_of(level, grader, args.only)[1] for level in levels)
     if number:
-        is_right = mends(number, grader, args.hint)
-    # checks_of returns (title, Checks): if no level has Checks, `only` is in no name.
-    elif args.only and not any(checks_of(level, grader, args.only)[1] for level in levels):
+        is_right = grade_drill(number, grader, args.hint)
+    elif is_unknown:
         print(f"grade: error: --only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name",
               file=sys.stderr)
         return False

@@ -1,11 +1,13 @@
 """Describes the training runs by which a learner's package is graded, trains on a rank, and notes what happens there.
 
 A Run describes what is trained, and how. `play` does a Run on a rank, which is one of several processes, and returns a
-Seen: the parameters after each step, the collectives, the bytes. grade/levels.py has the checks, which look at the Seen
-of all ranks. The graded class is the learner's sharded optimizer. Each rank owns a part of the parameters. For this
-part the graded class builds an inner optimizer, which is one of torch's; the graded class is then the outer optimizer.
-The ledger is a list of the collectives that a rank has begun: an entry has the kind, the bytes, and is_awaited, whether
-somebody has waited for the collective's result.
+Seen: the parameters after each step, the collectives, the bytes. The checks in grade/levels.py look at the Seen of all
+ranks.
+
+The graded class is the learner's sharded optimizer, the outer optimizer. Each rank owns a part of the parameters. For
+this part the outer optimizer builds an inner optimizer, which is one of torch's. The ledger is a list of the
+collectives that a rank has begun. An entry has the kind, the bytes, and is_awaited: whether somebody has waited for the
+collective's result.
 """
 
 import contextlib
@@ -52,7 +54,7 @@ class Run:
     """Describes a training run. By default the model has 190 parameters, in odd sizes."""
     optimizer: str = "SGD"  # the inner optimizer, which the graded class builds for what a rank owns
     steps: int = 3
-    # Of a bool, the comment says what is so if it is True.
+    # The comment of a bool says what happens if it is True.
     groups: bool = False  # the optimizer gets three groups, each with an lr and a weight decay of its own
     schedule: str = ""  # "lr": the lr falls to a half in each step; "cycle": torch's one-cycle, which writes betas, too
     micro_batches: int = 1  # how many backward passes a step has
@@ -63,12 +65,12 @@ class Run:
     zeroes: bool = True  # the run calls zero_grad() after each step
     discards: bool = False  # before each step a backward pass is dropped by zero_grad(): to zeros, to None, to zeros, …
     unused: bool = False  # the model has a parameter that one rank uses in two of three steps, and one that none uses
-    thaws: bool = False  # the first layer is frozen when the optimizer is built, and trained from the first step on
+    thaws: bool = False  # the first layer is frozen while the optimizer is built, and then it is trained
     strides: bool = False  # matrices are transposed in memory
     reloads: bool = False  # other values are loaded into the model after the optimizer has been built
     dtype: torch.dtype = torch.float32
     sizes: tuple = (7, 11, 5, 7)  # the layers' numbers of inputs, and the last layer's number of outputs
-    counts_memory: bool = False  # bytes are counted; then only the last snapshot is made, because copies would count
+    counts_memory: bool = False  # bytes are counted. Only the last snapshot is made, because copies would count
     settles: bool = False  # parameters are copied some time after a step, when late messages have arrived
     without_rank_0: bool = False  # the other ranks train in a process group of their own
 
@@ -114,7 +116,7 @@ class Run:
         return OPTIMIZERS[self.optimizer]
 
     def make_optimizer(self, candidate, model):
-        """Return an instance of the graded class, whose options are passed only if its constructor has them."""
+        """Return an instance of the graded class. Options are passed only if its constructor has them."""
         inner_cls, kwargs = self.inner_optimizer()
         n_bytes = sum(param.nbytes for param in model.parameters())
         options = {"find_unused_parameters": self.unused, "bucket_cap_mb": n_bytes / 6 / 2**20}  # 6 buckets or more
@@ -142,19 +144,19 @@ class InnerStep(NamedTuple):
 @dataclass
 class Seen:
     """Holds what was noted on one rank in a Run. Training fills it. A collective is an entry of the ledger."""
-    # All parameters (numel,), after the constructor and after each step. A run with prefetch has the first and the last
-    # alone, and a run that counts_memory has the last.
+    # All parameters (numel,), after the constructor and after each step. A run with prefetch has only the first and the
+    # last, and a run that counts_memory only the last.
     snapshots: list = field(default_factory=list)
     norms: list = field(default_factory=list)  # what clip_grad_norm_ has returned in each step
     inner: InnerStep = None  # the inner optimizer's first step; None: no inner optimizer has stepped
     n_in_no_sync: int = 0  # collectives that began inside no_sync()
-    # From here to never_awaited: of the last step, because each step overwrites what the step before has noted.
+    # The fields from here to never_awaited are about the last step, because each step overwrites them.
     entries: list = ()  # collectives that began in the step, its forward and backward passes included
     n_in_backward: int = 0  # how many of `entries` began in the forward or backward pass
     n_in_flight: int = 0  # how many of `entries` nobody had waited for when the last gradient was computed
     after_inner: list = ()  # collectives that began after the inner optimizer's step
-    # For each collective of `after_inner` of the step before: whether somebody had waited for it when the first layer
-    # of the model had computed.
+    # For each collective that the step before had in `after_inner`: whether somebody had waited for it when the model's
+    # first layer had computed.
     first_layer_waited: list = ()
     never_awaited: list = ()  # collectives whose results nobody has waited for when step() returns
     n_state: int = 0  # elements of AdamW's moments on this rank that aren't 0
@@ -165,8 +167,8 @@ class Seen:
 class Training:
     """Trains with a Candidate's class as a Run says, and notes in `seen` what happens on its rank.
 
-    ranks: the ranks whose batches this process trains on; their losses are averaged. On a rank this is the rank alone.
-    weight: a function of (step, micro-batch), which returns the factor of the loss; grade/mistakes.py passes others.
+    ranks: whose batches this process trains on. A rank has only its own; the losses of several ranks are averaged.
+    weight: a function of (step, micro-batch), which returns the factor of the loss: 1, except in grade/mistakes.py.
     """
 
     def __init__(self, candidate, run, ranks, weight):
@@ -174,17 +176,17 @@ class Training:
         self.run = run
         self.ranks = ranks
         self.weight = weight
-        self.entries = candidate.entries  # the ledger's, which grows with each collective
+        self.entries = candidate.entries  # the ledger's list, which grows with each collective
         self.seen = Seen()
         self.stepped = set()  # the torch.optim.Optimizers that have stepped: note_step adds them
-        # Indices in `entries`, which train() and note_step() set anew in each step:
+        # Indices in `entries`. train() and note_step() set them anew in each step.
         self.step_start = 0  # of the step's first collective
         self.backward_stop = 0  # of the first collective after the step's backward passes
         self.inner_step_stop = None  # of the first collective after the inner optimizer's step; None: it hasn't stepped
         self.build(candidate.rank)
 
     def build(self, seed):
-        """Make the attributes model, optimizer, scheduler and saved. seed: the model's."""
+        """Set the attributes model, optimizer, scheduler and saved. seed: the model's."""
         run = self.run
         self.model = model = run.model(seed)
         if run.thaws:
@@ -193,7 +195,7 @@ class Training:
         if run.thaws:
             model[0].requires_grad_(True)
         self.scheduler = run.scheduler(self.optimizer)
-        # Whatever has a state_dict(), for resume().
+        # resume() saves these by their state_dict().
         self.saved = [part for part in (model, self.optimizer, self.scheduler) if part is not None]
         if run.reloads:
             model.load_state_dict(run.model(OTHER_SEED).state_dict())
@@ -206,7 +208,7 @@ class Training:
                     param.register_hook(self.note_gradient)
 
     def backward(self, number, weight=1.0):
-        """Run the backward pass of the batch `number`: of the mean loss of self.ranks, times `weight`."""
+        """Run the backward pass of the batches `number`: the mean loss of self.ranks, times `weight`."""
         losses = (self.run.loss(self.model, number, rank) for rank in self.ranks)
         (sum(losses) * (weight / len(self.ranks))).backward()
 
@@ -238,14 +240,14 @@ class Training:
         self.optimizer.step()
         self.seen.draws |= random_states() != before
         self.note_collectives()
-        keeps_grads = run.counts_memory and is_last  # because the gradients' bytes are counted, too
+        keeps_grads = run.counts_memory and is_last  # so that the gradients' bytes are counted, too
         if run.zeroes and not keeps_grads:
             self.optimizer.zero_grad()
         if self.scheduler:
             self.scheduler.step()
         if run.prefetch and is_last:
             self.optimizer.finish_param_sync()  # waits for all parameters
-        # After prefetch_params() the model gets some parameters in the next forward pass only, so they aren't read yet.
+        # With prefetch_params() some parameters arrive only in the next forward pass, so they can't be read yet.
         have_arrived = is_last or not run.prefetch
         if have_arrived and not run.counts_memory:
             self.keep_params()
@@ -269,7 +271,7 @@ class Training:
         The inner optimizer steps within step() of the graded class, so this is called for the inner optimizer first.
         """
         self.stepped.add(optimizer)
-        if optimizer is self.optimizer:  # the outer optimizer: what follows is about inner ones
+        if optimizer is self.optimizer:  # the outer optimizer: the rest is about the inner one
             return
         if self.inner_step_stop is None:
             self.inner_step_stop = len(self.entries)
@@ -281,17 +283,14 @@ class Training:
             time.sleep(0.2)  # so rank 1 sends its parameters late
 
     def note_first_layer(self, *_):
-        """Note which collectives were awaited before the first layer had computed. Torch calls this at that moment.
+        """Note which collectives were awaited when the first layer had computed. Torch calls this at that moment.
 
-        They are those that carry the parameters: they began after the inner optimizer's step, in the step before.
+        Only collectives that carry parameters count: they began after the inner optimizer's step, in the step before.
         """
         self.seen.first_layer_waited = [entry.is_awaited for entry in self.seen.after_inner]
 
     def note_gradient(self, _):
-        """Note how many collectives are in flight. Torch calls this when it has computed a gradient.
-
-        Each call overwrites the number, so in the end it is that of the last gradient.
-        """
+        """Note how many collectives are in flight. Torch calls this after each gradient, and the last call counts."""
         self.seen.n_in_flight = sum(not entry.is_awaited for entry in self.entries[self.step_start :])
 
     def note_collectives(self):
@@ -309,20 +308,20 @@ class Training:
     def count_state(self):
         """Count the elements of AdamW's moments that aren't 0.
 
-        This is a function of its own so that its variables, which hold tensors, are gone when memory is counted.
+        This is a function of its own, because its variables hold tensors. They are gone when memory is counted.
         """
-        # The outer optimizer's `state` may be that of the inner one, so it counts only if no inner one has stepped.
+        # The outer optimizer may share the state of the inner one. So it counts only if no inner one has stepped.
         inner = self.stepped - {self.optimizer} or self.stepped
         moments = []
         for optimizer in inner:
             for state in optimizer.state.values():
-                # AdamW's number of steps is a tensor without dimensions, and no moment.
+                # AdamW's number of steps is no moment: it is a tensor without dimensions.
                 moments += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
         self.seen.n_state = int(flat_copy(moments).count_nonzero())
 
 
 def play(candidate, run, ranks=None, weight=lambda step, micro: 1.0):
-    """Do a Run with a Candidate; return Seen. ranks, weight: see Training; without `ranks`, the candidate's alone."""
+    """Do a Run with a Candidate, and return the Seen. ranks, weight: see Training. Default: the candidate's rank, 1."""
     if run.without_rank_0:
         group = dist.new_group(range(1, dist.get_world_size()))
         if candidate.rank == 0:

@@ -18,7 +18,7 @@ def main():
     parser.add_argument("stage", nargs="?", default="4", help="0 to 4, or a package (default 4)")
     parser.add_argument("--pages", action="store_true", help="write docs/watch.html and the figures")
     args = parser.parse_args()
-    # A mistake is told before torch is loaded, which takes seconds.
+    # Imported after the arguments are checked, because this loads torch, which takes seconds.
     from harness.ranks.workers import WorkerError
 
     from . import page

@@ -1,9 +1,9 @@
 """Reads the sentences of the page docs/watch.html from show/beats.txt, and finds the moment that each is about.
 
-The page plays recordings. A recording (show/frames.py) is what several ranks did in a program: a short training with
-one optimizer. It is a list of frames, and in a frame each rank executes one line of the optimizer's source, or waits. A
-beat is a sentence with the line of rank 0 after which the page shows the sentence. Text in brackets in a sentence is a
-caption, too, of the pictures in the chapters (show/scenes.py).
+The page plays recordings. A recording (show/frames.py) is what several ranks did in a program, a short training with
+one optimizer. It is a list of frames. In a frame each rank executes one line of the optimizer's source, or waits. A
+beat is a sentence with the line of rank 0 after which the page shows the sentence. Pictures in the chapters
+(show/scenes.py) have captions: the parts of sentences that are in brackets.
 """
 
 import re
@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 
 class Beat(NamedTuple):
-    """A paragraph of show/beats.txt: a sentence, and the moment at which the page shows the sentence."""
+    """A paragraph of show/beats.txt: a sentence, and when the page shows it."""
     says: str
     code: str  # a part of the line after which the sentence is shown
     visit: int = 0  # which execution of the line is meant, counted from 0; -1: the last
     also: str = ""  # a part of another line in the same function, which the page marks, too
     look: str = ""  # the name of the row of memory that the sentence is about
-    right: str = ""  # a part of the line in the recording that is shown beside, if that line isn't `code`
-    right_visit: int = 0  # which execution of the line `right`
+    # Another recording may be shown beside. If its line for the sentence isn't `code`, these name it:
+    right: str = ""  # a part of the line
+    right_visit: int = 0  # which execution of the line
 
 
 class Visit(NamedTuple):
@@ -29,15 +30,15 @@ class Visit(NamedTuple):
     line: int  # the number of the line in its file
 
 
-# Sentences have the number of elements of a shard as a word.
+# Sentences say in a word how many elements a shard has: the part of the parameters that a rank updates.
 NUMBER_WORDS = "none one two three four five six seven eight".split()
 
 
 def read(text):
     """Return {id of a program: list of its Beats}. text: what show/beats.txt contains.
 
-    A section begins with a heading like "## idea, idea-2", which has the ids of programs. Its paragraphs are the beats
-    of each of these programs. After the sentence a paragraph has lines like "- visit: 1" for other fields of a Beat.
+    A section begins with the ids of programs, such as "## idea, idea-2". Each of these programs gets its paragraphs as
+    beats. After the sentence a paragraph has lines such as "- visit: 1" for other fields of a Beat.
     """
     beats = {}
     _, *sections = text.split("\n## ")  # what stands before the first heading explains the file
@@ -58,10 +59,10 @@ BEATS = read(Path(__file__).with_name("beats.txt").read_text(encoding="utf-8"))
 
 
 def facts(recording):
-    """Return {name in braces in a sentence: what is put there} for numbers that depend on the number of ranks.
+    """Return {name in braces in a sentence: what is put there}.
 
-    shard: elements that a rank updates, as a word. half: bytes that a rank sends in one half of an all-reduce. both:
-    bytes that it sends in both halves.
+    shard: how many elements a rank updates, as a word. half: how many bytes a rank sends in one half of an all-reduce.
+    both: how many bytes it sends in both halves.
     """
     d = recording["ranks"]
     numel = sum(recording["params"])
@@ -70,10 +71,10 @@ def facts(recording):
 
 
 def visits(recording, code):
-    """Return a Visit for each time that rank 0 has executed a line with the text `code`.
+    """Return a Visit for each time that rank 0 has executed a line that contains `code`.
 
-    Rank 0 may stay at a line for several frames, of which the last counts. But in a line that calls an all-reduce the
-    first half of the all-reduce is a Visit, too: it ends in the frame in which its reduce-scatter has arrived.
+    If rank 0 stays at the line for several frames, the Visit has the last of these frames. A line that calls an
+    all-reduce gives two Visits: the first ends when the reduce-scatter, its first half, has arrived.
     """
     first_halves = [operation["end"] for operation in recording["operations"]
                     if operation["kind"] == "reduce-scatter" and operation["whole"] == "all-reduce"]
@@ -97,28 +98,29 @@ def visits(recording, code):
 
 def lines_of(recording, function):
     """Return the lines of the file that contains a function. function: an index in recording["functions"]."""
-    _, file, *_ = recording["functions"][function]
-    _, source = recording["files"][file]
+    _, file, *_ = recording["functions"][function]  # [name, file, first line, last line, docstring]
+    _, source = recording["files"][file]  # [name, source]
     return source.splitlines()
 
 
 def resolved(id, recording, right=None):
-    """Return the beats of a program as the page reads them: see `resolved_beat`.
+    """Return what resolved_beat returns for each beat of a program.
 
-    id: of the program. recording: of the program. right: the recording that is shown beside `recording`, if any.
+    id, recording: of the program. right: the recording that is shown beside, or None.
     """
     return [resolved_beat(beat, recording, right) for beat in BEATS.get(id, [])]
 
 
 def resolved_beat(beat, recording, right):
-    """Return {says, caption, frame, function, lines, look} of a beat, with the names of Beat and Visit.
+    """Return {says, caption, frame, function, lines, look} of a beat, as the page reads it.
 
-    lines: the numbers of the lines that the page marks. If `right` isn't None, "right" is the frame of the beat there.
+    lines: the numbers of the lines that the page marks. The others are as in Beat and Visit. If `right` is a recording,
+    there is "right", too: the frame of the beat there.
     """
     says = beat.says.format(**facts(recording))
     caption = " ".join(re.findall(r"\[(.*?)\]", says)).rstrip(".")
     visit = visits(recording, beat.code)[beat.visit]
-    _, _, first, last, _ = recording["functions"][visit.function]
+    name, file, first, last, docstring = recording["functions"][visit.function]
     source = lines_of(recording, visit.function)
     lines = [visit.line]
     if beat.also:
@@ -133,11 +135,11 @@ def resolved_beat(beat, recording, right):
 
 
 def edit_of(program, recording, right):
-    """Return the edit of a program as the page reads it: {file, line, gone, come}.
+    """Return {file, line, gone, come}: the edit of a program, as the page reads it.
 
     A program with an edit has a bug: in one file the text `before` is replaced by `after`, see Edit in show/record.py.
     file: an index in recording["files"]. line: where the edit begins. gone: the lines that are removed. come: how many
-    lines replace them. right: the recording of the program without the edit.
+    lines come in their place. right: the recording of the program without the edit.
     """
     file, before, after = program.edit
     file_number = [name for name, _ in recording["files"]].index(file)

@@ -1,13 +1,12 @@
 """Joins what each rank has recorded into one recording: plain data that json can hold.
 
-The web page docs/watch.html plays a recording, and show/scenes.py draws pictures of it. A program, of which there is a
-recording, is a short training on several ranks with one core. The core is the optimizer class that is shown: that of a
-stage of this project (folders stage*/), or of replicated training (show/replicated.py).
+The web page docs/watch.html plays a recording, and show/scenes.py draws pictures of it. A recording shows a program: a
+short training on several ranks with one optimizer class, which is called the core. The core is of a stage of this
+project (folders stage*/), or of replicated training (show/replicated.py).
 
-A recording is a list of frames, as a film is. All ranks share one clock, which counts frames. The clock is logical: it
-orders only what messages order, so two recordings of a program have the same frames. In a frame each rank executes one
-line, or waits. A message arrives one frame after it has left, or later. A collective ends one frame after the last rank
-has begun it. A rank that waits for a message stays at its line until the message has arrived.
+A recording is a list of frames, as a film is. In a frame each rank executes one line, or waits for a message. A message
+arrives one frame after it has left, or later. A collective ends one frame after the last rank has begun it. Frames
+don't depend on time: two recordings of a program have the same frames.
 
 The entries of a recording are below. Elements are those of all parameters of the model, counted from 0.
 
@@ -17,7 +16,7 @@ files        [name, source] of each file that is shown: first show/loop.py, the 
 functions    [name, file, first line, last line, docstring] of each function in the files; file: an index in `files`
 owners       for each element the rank that updates the element, or -1 if several ranks do
 storages     {rank, row, part, numel, nbytes}: a piece of memory of a rank, which consists of cells of 4 bytes
-    row      the name beside the row of cells in which the memory is drawn, such as "gradients"
+    row      the name that is written at the cells, such as "gradients"
     part     tells storages of the same row apart: "p0" of parameter 0, or the number of an object, such as a buffer
 sent_bytes   the bytes that a rank sends in a step of training, on average
 operations   {kind, whole, what, params, start, end, arrows, moves} of each collective. An all-reduce is two operations:
@@ -25,7 +24,7 @@ operations   {kind, whole, what, params, start, end, arrows, moves} of each coll
     kind     "broadcast", "reduce-scatter" or "all-gather"
     whole    "all-reduce" in both operations of an all-reduce, otherwise the same as `kind`
     what     what the ranks send: "gradients" or "parameters"
-    params   numbers of the parameters of which all elements are sent
+    params   the indices of the parameters that are sent whole. In the recording itself `params` has numbers of elements
     start    the first frame in which a rank sends
     end      the frame in which the last message arrives
     arrows   [from, to, bytes, frame in which it leaves, frame of arrival] of each message; from, to: ranks
@@ -40,13 +39,14 @@ frames       {phase, step, at, memory} of each frame. The last two hold only wha
              the storage has been released. A cell is [value, kind, element, origin], see Cell; a value of NaN is null
 
 Each rank's own record is a list of events, see Event in show/trace.py. An event is a line that the rank has executed,
-or a part of such a line, in which a message leaves or arrives. This file reads of an event:
+or a part of a line. A new part begins when a message leaves or arrives, for example. Attributes that are used here:
 
 stack        the Places (file, line, function and call) at which the rank is, outermost first
 is_line      False if the rank is still in the line of the event before
+phase, step  as in a frame
 starts       calls that send a message: Calls of show/wires.py. A Call is what one rank does of an operation
 ends         keys of the operations whose messages arrive. Calls of one operation have the same key on all ranks
-cells        {number of a storage: its Cells after the event}. This number, uid, counts the storages of one rank
+cells        {uid: Cells of the storage after the event}. The uid is a storage's number among the storages of its rank
 """
 
 import ast
@@ -61,19 +61,23 @@ CELL_BYTES = 4  # all values that are shown have 32 bits
 class Cell(NamedTuple):
     """What 4 bytes of a storage hold. show/labels.py finds out what that is, and lists all kinds."""
     value: float | None  # None: NaN, or infinite
-    # "gradient", "share" (a gradient divided by the number of ranks), "average" (over ranks); "old", "new" or "stale"
-    # (a parameter before it is updated, after that, and a parameter that is still old in the next step); "moment", …
+    # The kinds that are used here:
+    #     "gradient"    of one rank; origin: the rank
+    #     "share"       a gradient divided by the number of ranks; origin: the rank
+    #     "average"     of the gradients of all ranks; origin: the step of training
+    #     "old"         a parameter before it is updated; origin: how many steps have updated it
+    #     "new"         a parameter after it was updated; origin: the same
+    #     "stale"       a parameter that is still old in the next step; origin: the same
     kind: str
-    element: int | None  # the element of the model that the value belongs to, if any
-    # The rank that a gradient or share comes from, the step of an average, or how many steps have updated a parameter.
-    origin: int | None
+    element: int | None  # the element that the value belongs to, if any
+    origin: int | None  # its meaning depends on the kind
 
 
 def folded(events):
     """Return the events of a rank without repetitions: a loop that only computes is shown once.
 
-    If the rank is back at a line, and has sent nothing since it was there, the event and what its line calls are merged
-    into the event before. But a repetition that sends, or calls a function that waits, stays.
+    A repetition is a line at which the rank has been before, with no message sent in between. It is merged into the
+    event before it, with all that the line calls. A repetition stays if it sends, or if it calls a function that waits.
     """
     result = []
     n_starts = 0  # how many messages have left
@@ -86,8 +90,7 @@ def folded(events):
         sends = any(inner.starts for inner in body)
         # Whether a function that this line calls waits for a message.
         calls_what_waits = any(inner.ends and len(inner.stack) > len(event.stack) for inner in body)
-        # Whether the rank is back at a line, and has sent nothing since it was there.
-        is_again = bool(result) and event.is_line and n_starts_at.get(place) == n_starts
+        is_again = event.is_line and n_starts_at.get(place) == n_starts
         if is_again and not calls_what_waits and not sends:
             ends = [key for inner in body for key in inner.ends]
             result[-1] = replace(result[-1], cells=body[-1].cells, ends=result[-1].ends + ends)
@@ -143,9 +146,9 @@ def recording(records, program):
     sources = records[0].sources  # name of a file -> its source
     functions = []
     function_numbers = {}  # (name of a file, first line of a function) -> index in `functions`
-    for file, (name, source) in enumerate(sources.items()):
-        for function in functions_in(file, ast.parse(source)):
-            _, _, first_line, *_ = function
+    for file_number, (name, source) in enumerate(sources.items()):
+        for function in functions_in(file_number, ast.parse(source)):
+            _, _, first_line, *_ = function  # [name, file, first line, last line, docstring]
             function_numbers[name, first_line] = len(functions)
             functions.append(function)
     storage_numbers = {}  # (rank, uid) -> index in recording["storages"]
@@ -164,14 +167,17 @@ def recording(records, program):
         for rank, event in events.items():
             stack = [[function_numbers[place.file, place.first_line], place.line] for place in event.stack]
             at.append([rank, stack])
-            for uid in cells_before[rank] | event.cells:
+            for uid in cells_before[rank] | event.cells:  # each uid that one of the two dicts has
                 cells = event.cells.get(uid)  # None: the storage has been released
                 if cells != cells_before[rank].get(uid):
                     memory.append([storage_numbers[rank, uid], cells])
             cells_before[rank] = event.cells
         frames.append({"phase": event_of_rank_0.phase, "step": event_of_rank_0.step, "at": at, "memory": memory})
     all_operations = operations(schedule, program.params, storage_numbers)
-    sent_bytes = sum(n_bytes for operation in all_operations for _, _, n_bytes, *_ in operation["arrows"])
+    sent_bytes = 0  # by all ranks in all steps
+    for operation in all_operations:
+        for _, _, n_bytes, *_ in operation["arrows"]:  # [from, to, bytes, frame, frame of arrival]
+            sent_bytes += n_bytes
     return {
         "ranks": program.ranks, "params": list(program.params),
         "files": list(sources.items()),
@@ -190,19 +196,21 @@ def owner_of(element, records):
     return ranks[0] if len(ranks) == 1 else -1
 
 
-def functions_in(file, parent, prefix=""):
+def functions_in(file_number, parent, prefix=""):
     """Return the entry of recording["functions"] of each function in a syntax tree, outer functions first.
 
-    file: the number of the file. parent: a node of the tree. prefix: what the names of functions in it begin with.
+    file_number: of the file that contains them. parent: the node of the tree whose functions are listed. prefix: what
+    is put before their names, such as "Class.".
     """
     functions = []
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef):
             # For Python's tracing, which show/trace.py uses, a function begins with its first decorator.
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            functions.append([prefix + node.name, file, first, node.end_lineno, ast.get_docstring(node) or ""])
+            functions.append([prefix + node.name, file_number, first, node.end_lineno,
+                              ast.get_docstring(node) or ""])
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            functions += functions_in(file, node, f"{prefix}{node.name}.")
+            functions += functions_in(file_number, node, f"{prefix}{node.name}.")
     return functions
 
 
@@ -215,7 +223,7 @@ def operations(schedule, params, storage_numbers):
     for number, events in enumerate(schedule):
         for rank, event in events.items():
             for call in event.starts:
-                # A Span (show/trace.py): the number of a storage, and its cells from `first` to before `end`.
+                # What the rank sends: cells of the storage `uid`, from the cell `first` to before the cell `end`.
                 uid, first, end = call.reads
                 calls.setdefault(call.key, {})[rank] = call
                 sent_cells.setdefault(call.key, []).extend(event.cells.get(uid, ())[first:end])
@@ -229,33 +237,33 @@ def operations(schedule, params, storage_numbers):
         for sender, receiver in itertools.permutations(sorted(call_of_rank), 2):
             if call_of_rank[sender].root in (None, sender):  # in a broadcast only the root sends
                 move = move_of(call_of_rank, sender, receiver, storage_numbers)
-                *_, n_cells = move
+                *_, n_cells = move  # the last of its five entries
                 arrival = ends.get((key, receiver), len(schedule))  # after the end if the receiver never waits for it
                 arrows.append([sender, receiver, CELL_BYTES * n_cells, starts[key, sender], arrival])
                 moves.append(move)
         what, params_sent = contents(sent_cells[key], params)
+        senders, receivers, sizes, departures, arrivals = zip(*arrows)
         result.append({
             "kind": call_of_rank[0].kind, "whole": call_of_rank[0].whole, "what": what, "params": params_sent,
-            "start": min(start for _, _, _, start, _ in arrows), "end": max(end for _, _, _, _, end in arrows),
-            "arrows": arrows, "moves": moves})
+            "start": min(departures), "end": max(arrivals), "arrows": arrows, "moves": moves})
     return result
 
 
 def contents(cells, params):
-    """Return what is sent, "gradients" or "parameters", and the numbers of the parameters that are sent whole.
+    """Return what is sent, "gradients" or "parameters", and the indices of the parameters that are sent whole.
 
-    cells: what all ranks send in one operation. Some of them may be padding, which makes a message longer, and still
-    holds what an earlier message left there.
+    cells: what all ranks send in one operation. Some may be padding, which makes a message longer: it still holds what
+    an earlier message left there.
     """
     gradients = {cell.element for cell in cells if cell.kind in ("gradient", "share", "average")}
     parameters = {cell.element for cell in cells if cell.kind in ("old", "new", "stale")}
     what = "gradients" if gradients else ""
-    if parameters:  # gradients beside them could only be padding, left over from an earlier message
+    if parameters:  # then gradients among the cells can only be padding
         what = "parameters"
     params_sent = []
     first = 0
     for index, numel in enumerate(params):
-        # All elements, because padding may hold some elements of a parameter, but never all.
+        # Padding may hold some elements of a parameter, but never all.
         if (gradients | parameters).issuperset(range(first, first + numel)):
             params_sent.append(index)
         first += numel
@@ -263,7 +271,10 @@ def contents(cells, params):
 
 
 def move_of(call_of_rank, sender, receiver, storage_numbers):
-    """Return the entry of `moves` for a message from `sender` to `receiver`. call_of_rank: {rank: its Call}."""
+    """Return the entry of `moves` for a message from `sender` to `receiver`. call_of_rank: {rank: its Call}.
+
+    In a reduce-scatter, part r of what is sent goes to rank r. In an all-gather, rank r's message becomes part r.
+    """
     kind = call_of_rank[sender].kind
     uid, first, end = call_of_rank[sender].reads
     target_uid, target_first, target_end = call_of_rank[receiver].writes
@@ -272,7 +283,7 @@ def move_of(call_of_rank, sender, receiver, storage_numbers):
         first += receiver * n_cells
     if kind == "all-gather":
         target_first += sender * n_cells
-    # Memory that no variable or attribute leads to isn't shown, and has no number: None.
+    # None for a storage that isn't shown, because no variable or attribute leads to it.
     source_number = storage_numbers.get((sender, uid))
     target_number = storage_numbers.get((receiver, target_uid))
     return [source_number, first, target_number, target_first, n_cells]

@@ -4,13 +4,12 @@ Stages 3 and 4 of this project (folders stage*/) are optimizers that shard: each
 a quarter of the parameters. With DDP every rank updates all of them. Each of the three is called a system.
 
 The picture is an animation. It is drawn from the constants below, and not from a recording of a program. A system has
-four columns, one for each rank, and in a column a row of four cells for each kind of memory, such as gradients. A cell
-is a quarter: the part of this memory that belongs to the rank with the number of the quarter. Below the cells are two
-lines with bars: what a rank computes, and what it sends meanwhile.
+four columns, one for each rank. A column has a row of four cells for each kind of memory, such as gradients. A cell is
+a quarter: cell r belongs to rank r. Below the cells are two lines with bars: what a rank computes, and what it sends.
 
-Each system has a clock. It starts with the backward pass and stops after the next forward pass. Bytes are those of
-AdamW with 32-bit values. The same work takes as long in each system: the ratio of a forward pass, a backward pass and
-half of an all-reduce was measured on a network of 300 Mbit/s, as were the times in README.md's table.
+Each system has a clock. It starts with the backward pass and stops after the next forward pass. The same work takes the
+same time in each system. The ratio of a forward pass, a backward pass and half of an all-reduce was measured on a
+network of 300 Mbit/s, as were the times in README.md's table. Bytes are counted for AdamW with 32-bit values.
 """
 
 from itertools import permutations, product
@@ -19,7 +18,7 @@ from typing import NamedTuple
 from .picture import Picture, Tile, with_stops
 
 RANKS = range(4)
-# In pixels, as all numbers without a name in what follows.
+# Lengths are in pixels, also those without a name below.
 LEFT = 78  # where the first rank's column begins
 RANK = 92  # width of a rank's column
 GAP = 12  # between two columns
@@ -30,18 +29,18 @@ UNIT = 28  # width of a unit of the clock, in bars
 HEIGHT = 118  # of a system
 SECONDS_A_UNIT = 0.56  # seconds of the animation in a unit of the clock
 PAUSE_S = 2.2  # seconds of the animation before each system
-# In units of a system's clock.
+# Times are in units of a system's clock.
 BACKWARD = 4  # length of the backward pass
 FORWARD = 2  # length of the forward pass
 HALF_ALL_REDUCE = 4.105  # length of a reduce-scatter or an all-gather of everything
 UPDATE = 0.2  # length of an update of all parameters
-FIRST_BUCKET = 0.25  # when the first gradients can be sent: a bucket is a part of them that is sent at once
-JUST_AFTER_0 = 0.01  # when a first caption appears: what a system shows at 0 is seen before the clock starts, too
+FIRST_BUCKET = 0.25  # when the first bucket is sent: a part of the gradients
+JUST_AFTER_0 = 0.01  # when the first caption appears: a caption at 0 would be seen before the clock starts, too
 ROWS = ("parameters", "gradients", "moments", "")  # AdamW has two moments of each parameter: the last row is the second
 
 
 class System(NamedTuple):
-    """DDP, stage 3 or stage 4: what happens when. Times are units of the clock; a pair of times is (start, end)."""
+    """DDP, stage 3 or stage 4: what happens when. Times are in units of the clock. A pair of times is (start, end)."""
     title: str
     reduce_scatter: tuple  # a pair of times; of DDP: the first half of its all-reduce
     update: tuple  # a pair of times
@@ -84,8 +83,7 @@ class System(NamedTuple):
 def system_of(title, sends_at, held_bytes, is_sharded=True):
     """Return a System. sends_at: when a rank begins to send gradients.
 
-    A system that begins before the backward pass ends, and shards, is stage 4: there the all-gather also goes on during
-    the next forward pass.
+    A sharded system that sends before the backward pass ends is stage 4: its all-gather overlaps the next forward pass.
     """
     averaged = sends_at + HALF_ALL_REDUCE
     if is_sharded:
@@ -116,8 +114,8 @@ def system_of(title, sends_at, held_bytes, is_sharded=True):
     return System(title, (sends_at, averaged), update, all_gather, forward, is_sharded, held_bytes, words)
 
 
-# Bytes that a rank holds for each parameter. DDP: 4 each for the parameter, the gradient and two moments. Stage 3: 4, 4
-# and a quarter of the moments' 8. Stage 4: 4 and a quarter of 12, because it keeps only a quarter of the gradients.
+# Bytes that a rank holds for each parameter; a value has 4. DDP: the parameter, the gradient and two moments, 16 bytes.
+# Stage 3 keeps a quarter of the moments: 8 + 8/4. Stage 4 keeps a quarter of the gradients, too: 4 + 12/4.
 SYSTEMS = [system_of("DDP", FIRST_BUCKET, 16, is_sharded=False), system_of("Stage 3", BACKWARD, 10),
            system_of("Stage 4", FIRST_BUCKET, 7)]
 
@@ -140,7 +138,7 @@ def draw(picture, top, system, start_s):
     done = f"Done in {system.end / SYSTEMS[0].end:.2f} of DDP's time."
     if system is SYSTEMS[0]:
         done = "Done: every rank holds all moments."
-    # At 0 no caption: only then the captions begin where their times say.
+    # Without the empty caption at 0 the first caption would be seen from the start of the animation on.
     for words, start, stop in spans_of({0: "", **system.words, system.end: done}):
         picture.text(LEFT, top + 11, words, "", start, stop)
     for line, (own, others) in enumerate(system.histories()):
@@ -151,7 +149,8 @@ def draw(picture, top, system, start_s):
                     picture.add(tile(rank, quarter, line, kind), start, stop)
     n_flown = draw_flights(picture, system, second_of, tile)
     draw_bars(picture, top, system, second_of)
-    values = n_flown / len(RANKS) ** 2  # that a rank sends for each parameter: a cell is a quarter, and four ranks send
+    # A cell is a quarter of the parameters, and four ranks send: so many values a rank sends for each parameter.
+    values = n_flown / len(RANKS) ** 2
     picture.text(LEFT - 8, top + 101, "holds", "end")
     picture.rect(LEFT, top + 92, 5 * system.held_bytes, 10, "bar")
     words = f"{system.held_bytes} bytes, and sends {values:g} values, for each parameter"
@@ -161,7 +160,7 @@ def draw(picture, top, system, start_s):
 def draw_flights(picture, system, second_of, tile):
     """Draw the cells that fly from rank to rank. Return how many cells fly.
 
-    First the message from rank 0 to rank 1 flies alone, so that an eye can follow it, and then all others together.
+    First the message from rank 0 to rank 1 flies alone, so that an eye can follow it. Then all others fly together.
     second_of, tile: the functions in `draw`.
     """
     n_flown = 0
@@ -186,16 +185,16 @@ def draw_flights(picture, system, second_of, tile):
 
 
 def draw_bars(picture, top, system, second_of):
-    """Draw two lines of bars, from left to right on the system's clock: what a rank computes, and what it sends.
+    """Draw two lines of bars, with times from left to right: what a rank computes, and what it sends.
 
     second_of: the function in `draw`.
     """
     what_is_gathered = "parameters" if system.is_sharded else "gradients"
 
     def draw_bar(words, y, name, what, times):
-        """Draw a bar, which is marked while the clock is in it, and left of its line the words.
+        """Draw a bar, which is highlighted while the clock is in it, and the words left of its line.
 
-        name: written in the bar if there is room. what: "gradients" or "parameters", which gives a colour, or "".
+        name: written in the bar if there is room. what: "gradients" or "parameters", which decides the colour, or "".
         """
         start, stop = times
         x = LEFT + UNIT * start
@@ -231,5 +230,5 @@ def picture():
     bottom = 48 + len(SYSTEMS) * HEIGHT
     drawn.text(8, bottom + 42, "Widths are times at 300 Mbit/s, until the end of the next forward pass.", "soft")
     drawn.legend(8, bottom)
-    drawn.height += 14  # for the words about widths, which are below the legend
+    drawn.height += 14  # for the words about widths, below the legend
     return drawn

@@ -1,12 +1,14 @@
 """Writes docs/watch.html, the page that plays programs line by line, and the pictures that are drawn from its data.
 
-A program (show/record.py) is a short training on several ranks with one optimizer. The page has a tab for replicated
-training, where every rank updates all parameters, as with DDP; a tab for each stage, an optimizer of this project that
-shards (folders stage*/); a tab for their common idea; and a menu of bugs. A bug is a stage with one mistake, the one
-that its chapter warns of.
+A program (show/record.py) is a short training on several ranks with one optimizer. Each program is recorded once, and
+its recording (show/frames.py) becomes a part of the page. The page has
 
-Each program is recorded once, and its recording (show/frames.py) becomes a part of the page. The page is one file that
-needs nothing else. `make show` writes a page with one program alone.
+    a tab for replicated training, where every rank updates all parameters, as with DDP
+    a tab for each stage: an optimizer of this project that shards (folders stage*/)
+    a tab for the idea that all stages share
+    a menu of bugs. A bug is a stage with one mistake, of which the stage's chapter warns
+
+The page is one file that needs nothing else. `make show` writes a page with only one program.
 """
 
 import base64
@@ -33,7 +35,7 @@ BROADCAST = Program(STAGE_1, params=OWNED)
 ALL_GATHER = Program(STAGE_2, params=OWNED)
 GRAD_BUFFER = Program(STAGE_3)
 OVERLAP = Program(STAGE_4, params=IN_BUCKETS, bucket_bytes=16)
-# Formulas of bytes that the page shows. Ψ: number of elements of the model; d: number of ranks.
+# Formulas for bytes, which the page shows. Ψ: number of elements of the model; d: number of ranks.
 SENT_TWICE = "2·4Ψ·(d-1)/d"
 SENT_THRICE = "3·4Ψ·(d-1)/d"
 HELD_IF_SHARDED = "(8 + 8/d)Ψ"
@@ -46,10 +48,10 @@ class Shown:
     short: str  # the words on the tab, or in the menu of bugs
     title: str
     program: Program
-    sent: str = ""  # formula of the bytes that a rank sends in a step
-    held: str = ""  # formula of the bytes that a rank holds after the step with AdamW, before zero_grad
+    sent: str = ""  # formula for the bytes that a rank sends in a step
+    held: str = ""  # formula for the bytes that a rank holds after the step with AdamW, before zero_grad
     held_bytes: int = 0  # what the formula `held` gives for this program
-    right: Program | None = None  # if given, this program is shown beside: without the bug, or replicated training
+    right: Program | None = None  # the program that is shown beside, if any: without the bug, or replicated training
     is_bug: bool = False
     tab: str = ""  # if the program has no tab of its own: the id of the program whose tab leads to this program
 
@@ -109,9 +111,9 @@ def recorded(program):
 
 
 def recordings_of(programs_shown):
-    """Return the recordings of some Shown, with what the page says about them, and then those that are shown beside.
+    """Return the recordings of some Shown, with what the page says about them, and then the recordings shown beside.
 
-    The page finds the recording that is shown beside another by its id, and gives it no tab.
+    A recording that is shown beside another is hidden: it has no tab. The page finds it by its id.
     """
     recordings = []
     beside = []
@@ -159,7 +161,7 @@ def write_alone(stage):
 
 
 def write_all():
-    """Write docs/watch.html, and into results/ the pictures of README.md and the chapters, each light and dark."""
+    """Write docs/watch.html. Write the pictures of README.md and the chapters into results/, each light and dark."""
     recordings = recordings_of(SHOWN)
     write(PAGE, page(recordings))
     for name, drawn in scenes.pictures({recording["id"]: recording for recording in recordings}).items():

@@ -2,14 +2,14 @@
 
 The animation is CSS without a script, so that a browser plays the SVG also as an image, inside <img>. An image can't
 know which theme GitHub shows. Therefore each picture is written to two files, a light one and a dark one. If a reader
-has turned off motion in the system, the picture stands still, and shows what is visible at its second `still`.
-docs/watch.html, the page of show/page.py, uses the same colours, stripes and rules of show/page/cells.css.
+has turned off motion, the picture stands still, and shows what is visible at its second `still`. The page
+docs/watch.html (show/page.py) has the same colours and stripes, and the same rules of show/page/cells.css.
 
     cell    the memory of one number, drawn as a small rectangle, which may have the number in it: a Tile
     kind    what a cell holds, such as a gradient: a key of KINDS. show/labels.py describes all kinds
     owner   the rank that updates the element of the model that a cell holds: it gives a cell its colour
     shape   a Tile, or the SVG of a bar
-    span    (start, stop): the second from which a shape or a text is visible, and the second at which it vanishes
+    span    (start, stop): the seconds at which a shape or a text appears and vanishes
 """
 
 from collections import defaultdict
@@ -72,7 +72,7 @@ class Picture:
         self.still = still  # where motion is off, the picture shows this second
         self.shapes = defaultdict(list)  # shape -> its spans
         self.texts = defaultdict(list)  # SVG of a text -> its spans
-        self.flights = {}  # (start, stop, until, dx, dy): the arguments of `fly` -> the Tiles that fly in this way
+        self.flights = {}  # (start, stop, until, dx, dy), see `fly` -> the Tiles that fly in this way
 
     def text(self, x, y, words, css_class="", start=0, stop=None):
         """Add words. css_class: classes of cells.css, separated by blanks. stop: by default the picture's end."""
@@ -112,7 +112,7 @@ class Picture:
         self.height = y + 36
 
     def keyframes(self, name, steps):
-        """Return the CSS of an animation, whose style jumps from step to step. steps: {second: style from then on}."""
+        """Return the CSS of an animation that jumps from style to style. steps: {second: style from then on}."""
         # Doubled braces in an f-string are the braces of CSS.
         frames = "".join(f"{100 * second / self.seconds:.4g}%{{{style}}}" for second, style in steps.items())
         return f"@keyframes {name}{{{frames}}}.{name}{{animation:{name} {self.seconds:g}s step-end infinite}}"
@@ -120,7 +120,7 @@ class Picture:
     def svg(self, theme):
         """Return the text of the SVG. theme: a key of THEMES.
 
-        The attribute `opacity` of a group is what is seen where motion is off. Elsewhere an animation overrides it.
+        Where motion is off, a group's attribute `opacity` decides whether it is seen. Elsewhere an animation does.
         """
         animations = {}  # name of an animation -> its steps, see `keyframes`
         body = []
@@ -135,9 +135,9 @@ class Picture:
         for (start, stop, until, dx, dy), tiles in self.flights.items():
             # Flights at the same seconds share an animation, in which --x and --y stand for dx and dy.
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
-            # A flight may be visible only until it lands. Without the 0.01 HIDDEN would then replace LANDS in the dict.
+            # If `until` is `stop`, HIDDEN would replace LANDS in the dict without the 0.01.
             animations[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
-            # Tiles with numbers fly alone, and a reader's eye follows them: cells.css gives them an outline.
+            # Tiles with numbers fly alone, so that an eye can follow them: cells.css gives them an outline.
             followed = " followed" if any(tile.words for tile in tiles) else ""
             body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{svg_of(tiles)}</g>')
         motion = "".join(self.keyframes(name, steps) for name, steps in animations.items())
@@ -159,7 +159,7 @@ def in_groups(spans_of_shapes):
 
 
 def joined(spans):
-    """Return the spans as a tuple, where two spans are one if the second begins when the first ends."""
+    """Return the spans as a tuple. A span that begins when the span before ends is joined to it."""
     result = []
     last_stop = None
     for start, stop in spans:
@@ -173,7 +173,7 @@ def joined(spans):
 def with_stops(history, end):
     """Return [(what, start, stop), …] of a history [(start, what), …].
 
-    `what` is anything, such as a caption, that is seen from second `start` until the next is seen. The last is seen
+    what: anything that is seen, such as a caption. It is seen from second `start` until the next begins, and the last
     until second `end`.
     """
     return [(what, start, stop) for (start, what), (stop, _) in pairwise([*history, (end, None)])]
@@ -201,7 +201,7 @@ def svg_of(shapes):
 
 
 def patterns(n_owners=4):
-    """Return the SVG of the stripes of each kind in STRIPES, in the colour of each owner and of -1, every rank."""
+    """Return the SVG of the stripes of each kind in STRIPES, in the colour of each owner from -1 on."""
     stripes = []
     for owner in range(-1, n_owners):
         for kind, (size, degrees, width, opacity) in STRIPES.items():

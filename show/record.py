@@ -1,13 +1,13 @@
 """Runs a program on one rank of several, and records which lines the rank executes, and what its memory holds.
 
 A program is a short training with a core. The core is the optimizer class that is shown: the class ShardedOptimizer of
-a stage (a folder stage*/), of show/replicated.py, or of a reader's own package. Three modules take part in a run:
+a stage (a folder stage*/), of show/replicated.py, or of another package. Three modules take part in a run:
 
     loop.py     the model and the training loop
-    trace.py    a Trace watches the lines and the memory of the rank, which gives a list of events
-    wires.py    replaces torch's collectives, and tells the Trace of each message
+    trace.py    a Trace watches the lines and the memory of the rank, and makes a list of events: what each line did
+    wires.py    replaces torch's collectives, and notes each message in the Trace
 
-Each program runs twice, with different numbers: labels.py compares the runs, and finds out what each value is, such as
+Each program runs twice, with different numbers. labels.py compares the runs, and finds out what each value is, such as
 a gradient. frames.py then joins the records of all ranks into one recording, which the page docs/watch.html plays.
 """
 
@@ -45,10 +45,10 @@ class Program:
     package: str  # the name of the package or module that contains the core
     ranks: int = 4
     params: tuple = (5, 2, 9)  # number of elements of each parameter
-    # Only stage 4 reads this. It sends gradients in buckets of at least so many bytes; 1: a bucket for each parameter.
+    # Only stage 4 reads this: a bucket, which is sent at once, has at least so many bytes. 1: a bucket a parameter.
     bucket_bytes: int = 1
     steps: int = 1  # how many steps of training are shown
-    edit: Edit | None = None  # if given, a copy of the package is recorded, in which this edit has been made
+    edit: Edit | None = None  # if given, the edit is made in a copy of the package, and the copy is recorded
     is_rank_1_reversed: bool = False  # whether rank 1 calls the model's layers in the reverse order
     loop: str = "train"  # the name of a function of show/loop.py
 
@@ -62,9 +62,9 @@ class Record(NamedTuple):
 
 
 def plain_inputs(program):
-    """Return weights (n,) and gradients (steps + 1, ranks, n) that a reader can check; n: elements of all parameters.
+    """Return weights (n,) and gradients (steps + 1, ranks, n) that a reader can check. n: elements of all parameters.
 
-    One more step is run than is shown, because its forward pass reads what the last step wrote.
+    There is one step more than is shown: its forward pass reads what the last step wrote.
     """
     elements = torch.arange(1.0, sum(program.params) + 1)
     ranks = 100 * torch.arange(float(program.ranks))
@@ -75,9 +75,9 @@ def plain_inputs(program):
 
 
 def distinguishable_inputs(program):
-    """Return weights and gradients of the same shapes as plain_inputs, in which every value has digits of its own.
+    """Return weights and gradients of the same shapes as plain_inputs. Every value has digits of its own.
 
-    So it can be told where a value in memory comes from. With plain inputs some sums of gradients equal parameters.
+    The digits show where a value in memory comes from. With plain inputs some sums of gradients equal parameters.
     """
     generator = torch.Generator().manual_seed(53)
     n = sum(program.params)
@@ -111,7 +111,7 @@ def core_files(package):
 
 @contextlib.contextmanager
 def edited(program):
-    """Yield the name of the package to run: the program's package, or a copy in which the program's edit is made."""
+    """Yield the name of the package to run: the program's package, or a copy with the program's edit."""
     if program.edit is None:
         yield program.package
         return
@@ -128,22 +128,22 @@ def edited(program):
 
 @contextlib.contextmanager
 def sharding_as_on_a_cluster(package, core):
-    """Return a context in which the core shards and sends the few elements of this model as it does many on a cluster.
+    """Return a context in which the core treats this small model as it treats a large one on a cluster.
 
-    core: the class ShardedOptimizer of the package.
+    package: its name. core: the class ShardedOptimizer of the package.
     """
     with contextlib.ExitStack() as patches:
         torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
         patches.callback(torch.use_deterministic_algorithms, False)  # called when the context ends
-        # In stage 4 a shard begins at a multiple of 64 bytes, which are 16 elements. Shards of so few elements would be
-        # mostly padding, and no parameter would be cut in two, as happens on a cluster.
+        # In stage 4 a shard begins at a multiple of 64 bytes, which are 16 elements. Here shards would be mostly
+        # padding, and none would end inside a parameter, as shards do on a cluster.
         buffer = sys.modules.get(f"{package}.buffer")
         if hasattr(buffer, "ALIGNMENT"):
             patches.enter_context(mock.patch.object(buffer, "ALIGNMENT", CELL_BYTES))
-        # Stage 4 calls no reduce-scatter where torch has gloo, but here it shall call what it calls with NCCL.
+        # With gloo stage 4 calls no reduce-scatter. Here it shall call what it calls with NCCL. Therefore `native`
+        # replaces its method transport_for, which chooses by the backend.
         transport = sys.modules.get(f"{package}.transport")
         if transport:
-            # In place of transport_for of stage 4, which chooses by the backend.
             native = staticmethod(lambda group, device, dtype: transport.Transport(group))
             patches.enter_context(mock.patch.object(core, "transport_for", native))
         yield
@@ -152,8 +152,8 @@ def sharding_as_on_a_cluster(package, core):
 def run_traced(rank, program, package, weights, grads):
     """Train on this rank, and return its Trace.
 
-    rank: an object of harness/ranks, whose `number` counts ranks from 0. package: the name that `edited` yields.
-    weights, grads: as plain_inputs returns them.
+    rank: an object of harness/ranks that has the rank's number. package: the name that `edited` yields. weights, grads:
+    see plain_inputs.
     """
     order = list(range(len(program.params)))
     if program.is_rank_1_reversed and rank.number == 1:
@@ -180,7 +180,7 @@ def run_traced(rank, program, package, weights, grads):
 
 
 def replicated_steps(program, weights, grads):
-    """Return a list with all parameters (n,) after each step, as one process computes them from averaged gradients."""
+    """Return a list: all parameters (n,) after each step, as one process computes them from averaged gradients."""
     param = torch.nn.Parameter(weights.clone())
     optimizer = torch.optim.AdamW([param], **ADAMW)
     after_steps = []
@@ -196,11 +196,10 @@ def record_rank(rank, program):
     weights, grads = distinguishable_inputs(program)
     with edited(program) as package:
         trace = run_traced(rank, program, package, *plain_inputs(program))
-        # The first run has the values that are shown. In the second the digits of a value tell where it comes from.
-        telling = run_traced(rank, program, package, weights, grads)
+        second_trace = run_traced(rank, program, package, weights, grads)
         sources = {name: Path(path).read_text(encoding="utf-8") for path, name in core_files(package).items()}
     table = labels.Table(weights, grads, replicated_steps(program, weights, grads))
-    labelled = labels.labelled_events(trace, telling, table, program.steps)
+    labelled = labels.labelled_events(trace, second_trace, table, program.steps)
     events = frames.folded(events_shown(labelled, program.steps))
     storages = {}  # only those that appear in an event that is shown
     for event in events:
@@ -211,16 +210,13 @@ def record_rank(rank, program):
     owned = set()
     for param in trace.states():  # the parameters, or the parts of them, that this rank updates
         uid, first, end = trace.span(param)
-        cells_at_start = events[0].cells[uid][first:end]  # no cell has been written yet: each names its element
+        cells_at_start = events[0].cells[uid][first:end]  # nothing was overwritten yet, so each cell has an element
         owned |= {cell.element for cell in cells_at_start}
     return Record(events, storages, owned, sources)
 
 
 def events_shown(events, n_steps):
-    """Return the events in the training loop, up to the end of the forward pass that follows the last step.
-
-    n_steps: how many steps are shown.
-    """
+    """Return the events of the first n_steps steps, and of the forward pass that follows. Only the loop's count."""
     shown = []
     for event in events:
         is_in_the_loop = event.stack and event.stack[0].file == "loop.py"

@@ -1,4 +1,4 @@
-"""Replicated training, as with DDP: every rank averages all gradients, and steps all parameters."""
+"""Replicated training, as with DDP: every rank averages all gradients, and updates all parameters."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from torch._utils import _unflatten_dense_tensors as cut_like
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What DDP does, in one all-reduce after the backward pass. Nothing is sharded: the stages change that."""
+    """Shards nothing. Its name and its methods are those of the optimizers in stage*/, which shard."""
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, process_group=None, **optimizer_kwargs):
         self.process_group = process_group
@@ -30,11 +30,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(grads, cut_like(flat, grads))
 
     def step_own(self):
-        """Step every parameter: every rank does the same work, and holds the same state."""
+        """Step all parameters, not only own ones: every rank does the same work, and holds the same state."""
         self.optimizer.step()
 
     def sync_params(self):
-        """Do nothing: every rank has stepped every parameter."""
+        """Do nothing: every rank has stepped all parameters. Where they are sharded, each rank sends its own here."""
 
     @torch.no_grad()
     def step(self):

@@ -8,11 +8,11 @@ calls a Trace when a message leaves or arrives, and when a tensor is read or wri
 Python's own tracing (sys.settrace) reports the lines of these files, also in hooks that autograd calls. What has
 changed between two lines was written by the first of the two.
 
-Memory consists of storages. A storage is torch's untyped storage, which several tensors may share. Storages are found
-by walking from the model, the optimizer and the local variables of running functions through attributes, lists and
-dicts. A storage is named after the first attribute that leads to it, or else after the first local variable. An address
-tells which storage is meant only until the storage is freed and another storage gets the address. To prevent that, the
-Trace holds a weak reference to each storage.
+Memory consists of storages: torch's untyped storages, which several tensors may share. A walk finds them. It starts at
+the model, the optimizer and the local variables of running functions, and follows attributes, lists and dicts. A
+storage is named after the first attribute that leads to it, or else after the first local variable. Storages are told
+apart by their addresses. A freed address could be given to another storage, so the Trace holds a weak reference to each
+storage, which keeps the address.
 
 All values that are shown have 32 bits: a cell is 4 bytes.
 """
@@ -33,11 +33,11 @@ CORE_METHODS = ("sync_grads", "step_own", "sync_params", "zero_grad")
 # (what a line of loop.py contains, the phase of a training step that begins with this line)
 PHASES = (("model(", "forward"), (".backward(", "backward"), (".step(", "step"), (".zero_grad(", "zero_grad"))
 SKIPPED = ("param_groups", "state", "defaults", "process_group")  # attributes that the walk through the core leaves out
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of the two moments of a parameter
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names for the two moments of a parameter
 
 
 class Place(NamedTuple):
-    """Says at which line one function of the call stack is."""
+    """Says at which line a running function is."""
     file: str  # the name without the folder
     line: int
     function: str
@@ -55,8 +55,8 @@ class Span(NamedTuple):
 @dataclass
 class Storage:
     """Memory that is shown as cells."""
-    row: str  # the name beside the row of cells in which the storage is drawn, such as "gradients"
-    part: str  # tells storages with the same row apart: "p0" of parameter 0, or a number
+    row: str  # the name that is written at the cells, such as "gradients"
+    part: str  # tells storages of the same row apart: "p0" of parameter 0, the number of an object, or ""
     is_local: bool  # whether the storage is named after a local variable
     is_model: bool = False  # whether parameters of the model lie in the storage; set by Trace.note_elements
     # Cell -> the element of a parameter or its gradient in the cell. Elements of all parameters are counted from 0.
@@ -65,7 +65,7 @@ class Storage:
 
 
 class NamedValue(NamedTuple):
-    """A value that was met on the walk, and the name that the value gives to a storage: see Storage."""
+    """A value that was met on the walk, and the name that it gives to a storage: see Storage."""
     value: object
     row: str = ""
     part: str = ""
@@ -76,8 +76,8 @@ class NamedValue(NamedTuple):
 class Event:
     """Holds one executed line and what the line did, or a part of a line.
 
-    A new part of a line may begin when a message leaves or arrives, and begins when a function that the line called has
-    returned. An event is open while its line or part runs. Then Trace.close fills in memory, is_change and n_accesses.
+    A new part begins when a function that the line called has returned, and it may begin when a message leaves or
+    arrives. An event is open while its line or part runs. Then Trace.close sets memory, is_change and n_accesses.
     """
     stack: tuple  # the Places of all running functions, outermost first
     is_line: bool = True  # False: a part of the line that an earlier event has begun
@@ -120,7 +120,7 @@ class Trace:
         self.close()
 
     def on_call(self, frame, what, argument):
-        """Return what Python shall call at each line of the function that begins, or None if it isn't to be watched.
+        """Return what Python shall call at each line of a function that begins; None if it shall not be watched.
 
         frame: Python's frame of the function. Python requires the other two arguments.
         """
@@ -135,10 +135,10 @@ class Trace:
         return self.on_line
 
     def on_line(self, frame, what, argument):
-        """End the last event. Begin the event of a line, or after a return that of the rest of the caller's line.
+        """End the last event and begin the next: a line, or after a return the rest of the caller's line.
 
-        what: "line" before a line runs, "return" when a function returns. Python wants to know what to call at the next
-        line: this method again.
+        what: "line" before a line runs, "return" when a function returns. Return what Python shall call at the next
+        line: this method.
         """
         if what in ("line", "return"):
             self.close()
@@ -206,7 +206,7 @@ class Trace:
         event.starts.append(call)
 
     def record_arrival(self, key):
-        """Note that the message of the Call with this key arrives at the present line."""
+        """Note that a message arrives at the present line. key: of its Call."""
         self.close()
         # Messages that arrive one after another share an event, as long as memory hasn't changed in between.
         event = self.events[-1]
@@ -234,9 +234,9 @@ class Trace:
         return self.uids[storage._cdata]
 
     def snapshot(self):
-        """Return {number of a storage: its bytes} for the storages of the model, the core and the inner optimizer.
+        """Return {number of a storage: its bytes} for all storages that the walk finds now.
 
-        Fill `self.storages`: a storage that is met for the first time gets its name.
+        In `self.storages`, name the storages that are new.
         """
         memory = {}
         for named in self.named_tensors():
@@ -265,7 +265,7 @@ class Trace:
             n_before += param.numel()
 
     def named_tensors(self):
-        """Return a NamedValue for each tensor to which attributes, lists and dicts lead from the roots."""
+        """Walk, and return a NamedValue for each tensor to which attributes, lists and dicts lead from the roots."""
         tensors = []
         seen = set()  # ids of objects that were visited
         for root in self.roots():
@@ -280,7 +280,7 @@ class Trace:
         return tensors
 
     def roots(self):
-        """Return NamedValues at which the walk begins. A storage is named after the first that leads to the storage."""
+        """Return the NamedValues at which the walk begins. The first that leads to a storage gives it its name."""
         roots = []
         for index, param in enumerate(self.model.parameters()):
             roots.append(NamedValue(param, "parameters", f"p{index}"))
@@ -316,20 +316,23 @@ class Trace:
         return hasattr(value, "__dict__") and file in self.files and self.files[file] != "loop.py"
 
     def title_of(self, instance):
-        """Return how rows of an object's attributes begin, and their part: of the third Bucket "Bucket." and "2".
+        """Return what the rows of an object's attributes begin with, and their part: "Bucket." and "2" for Bucket 2.
 
-        An optimizer has two empty texts: there is only one.
+        Return two empty texts for an optimizer, because there is only one.
         """
         if isinstance(instance, torch.optim.Optimizer):
             return "", ""
         name = type(instance).__name__
         of_class = self.instances.setdefault(name, {})
         # The instance is held too: otherwise another object could get its id.
-        _, number = of_class.setdefault(id(instance), (instance, len(of_class)))
+        _, number = of_class.setdefault(id(instance), (instance, len(of_class)))  # (the instance, its number)
         return f"{name}.", str(number)
 
     def states(self):
-        """Return {parameter: its state in the inner optimizer} for all parameters that this rank updates."""
+        """Return {parameter: its state in the inner optimizer} for all parameters that this rank updates.
+
+        There are none until show/record.py has set the optimizer.
+        """
         if self.optimizer is None:
             return {}
         inner = self.optimizer.optimizer

@@ -4,10 +4,12 @@ In torch a message may arrive at any line between the call of a collective and t
 ranks exchange copies when a collective is called, and `wait` puts what was received into its place. Therefore a program
 that is recorded twice gives the same recording, and an optimizer that reads too early reads the old values.
 
-An operation is a collective of all ranks. But an all-reduce is two operations, its halves: a reduce-scatter and an
-all-gather. Both are noted at the line of the all-reduce, and the first arrives before the second leaves. torch's
-dispatcher, through which all operators go, tells which tensors each line reads and writes. show/labels.py needs that to
-tell garbage: values that nobody reads again.
+An operation is a collective of all ranks. But an all-reduce is two operations: a reduce-scatter and an all-gather. Both
+are noted at the line of the all-reduce, and the first arrives before the second leaves.
+
+Reads and writes of memory are noted, too: show/labels.py uses them to find garbage, values that nobody reads again.
+torch calls all its functions on tensors through its dispatcher, which says what each function reads and writes.
+Memory is counted in cells of 4 bytes. A Span of show/trace.py names some cells of a storage.
 """
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operators that write a tensor without reading it first. Others, such as add_, read what they write.
+# torch's functions that write a tensor without reading it first. Others, such as add_, read what they write.
 WRITES_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_")
 
 
@@ -28,8 +30,8 @@ class Call(NamedTuple):
     kind: str  # "broadcast", "reduce-scatter" or "all-gather"
     whole: str  # "all-reduce" in both halves of an all-reduce, otherwise the same as `kind`
     root: int | None  # in a broadcast the rank that sends, otherwise None
-    reads: tuple  # a Span of show/trace.py: the cells that this rank sends, or would send as the root
-    writes: tuple  # a Span of show/trace.py: the cells where the message arrives on this rank
+    reads: tuple  # the Span that this rank sends, or would send if it were the root
+    writes: tuple  # the Span where the message arrives on this rank
 
 
 class Work:
@@ -46,33 +48,33 @@ class Work:
 
 
 class Wires(TorchDispatchMode):
-    """Tells a recorder, which is a Trace of show/trace.py, what this rank reads, writes, sends and receives.
+    """Notes in a recorder, a Trace of show/trace.py, what this rank reads, writes, sends and receives.
 
-    Reads and writes are told inside `with wires:`, messages inside `with wires.collectives():`.
+    Reads and writes are noted inside `with wires:`, messages inside `with wires.collectives():`.
     """
 
     def __init__(self, recorder):
         super().__init__()
         self.recorder = recorder
         self.n_operations = 0  # how many operations this rank has begun
-        self.is_listening = True  # whether reads and writes are told
+        self.is_listening = True  # whether reads and writes are noted
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Tell what an operator reads and writes, and call it. torch calls this method in place of each operator."""
+        """Note what a function of torch reads and writes, and call it. torch calls this method in its place."""
         kwargs = kwargs or {}
         if self.is_listening:
             self.note_accesses(function._schema, args, kwargs)
         return function(*args, **kwargs)
 
     def note_accesses(self, schema, args, kwargs):
-        """Tell the recorder which tensors among the arguments an operator reads, and which it writes."""
+        """Note which tensors among the arguments a function of torch reads, and which it writes. schema: torch's."""
         names = [argument.name for argument in schema.arguments]
         values = dict(zip(names, args)) | kwargs
         written = []
         for argument in schema.arguments:
             # An argument may be a tensor, a list of tensors, or no tensor at all.
             tensors = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, torch.Tensor)]
-            # torch gives alias_info to an argument that is written, and to one of which the result is a view.
+            # An argument has alias_info if it is written, or if the result is a view of it. A view reads nothing.
             alias = argument.alias_info
             if alias is None:
                 self.recorder.record_access(tensors, "read")
@@ -112,7 +114,7 @@ class Wires(TorchDispatchMode):
 
     def copies_of_ranks(self, tensor):
         """Return a list with a copy of each rank's `tensor`. All ranks call this at the same collective."""
-        # This all-gather is no operation of the program. What the program sends is told as read when it arrives.
+        # This all-gather isn't the program's, so its reads don't count. `deliver` notes what the program reads.
         self.is_listening = False
         copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, tensor.detach())
@@ -122,7 +124,7 @@ class Wires(TorchDispatchMode):
     def send(self, kind, source, target, received, whole="", root=None, async_op=False):
         """Note that `source` leaves, and return the Work that puts `received` into `target` in its wait().
 
-        kind, whole and root: see Call. async_op: as in torch, False if this function shall wait.
+        kind, whole and root: see Call. async_op: as in torch, False if `send` itself shall wait.
         """
         self.n_operations += 1
         reads = self.recorder.span(source)
@@ -134,7 +136,7 @@ class Wires(TorchDispatchMode):
             self.recorder.record_arrival(call.key)
             self.recorder.record_access([source], "read")
             self.recorder.record_access([target], "write")
-            target.copy_(received)  # told once more by __torch_dispatch__, which changes nothing
+            target.copy_(received)  # __torch_dispatch__ notes the write once more, which changes nothing
 
         work = Work(deliver)
         if not async_op:

@@ -7,7 +7,7 @@ import pytest
 from grade import exercises
 from grade.collective import HINT
 from grade.grader import Grader
-from grade.report import mends, passes, what_next
+from grade.report import grade_drill, passes, what_next
 from harness.publishing.stages import write_package
 from tests.grade.graded import changed
 from tests.ranks import ROOT
@@ -52,7 +52,7 @@ def test_a_drill_is_hinted_at_until_it_is_mended(capsys, workers, tmp_path, monk
     drill, broken, right = DRILLS[number], f"broken_{number}", f"mended_{number}"
     exercises.write(f"drill{number}", tmp_path / broken)
     assert exercises.number_of_drill(broken) == number
-    verdicts, printed = zip(*((mends(number, Grader(broken, workers), hint), capsys.readouterr().out)
+    verdicts, printed = zip(*((grade_drill(number, Grader(broken, workers), hint), capsys.readouterr().out)
                               for hint in (1, 2, 3)))
     assert not any(verdicts)
     assert all(f"  report    {drill.report}\n" in text for text in printed)
@@ -64,7 +64,7 @@ def test_a_drill_is_hinted_at_until_it_is_mended(capsys, workers, tmp_path, monk
     files = exercises.files_of_drill(number)
     files[drill.file] = changed(files[drill.file], {drill.after: drill.before})
     write_package(tmp_path / right, files)
-    assert mends(number, grader := Grader(right, workers), 1)
+    assert grade_drill(number, grader := Grader(right, workers), 1)
     assert capsys.readouterr().out.endswith("  The report …\n  Level 1: It trains …\n  Level 2: It is an optimizer …\n"
                                             f"ok drill {number}: mended\n\n{drill.answer}\n")
     assert what_next(grader).endswith(f"drill{number + 1} TO={right}" if number < 8 else "and further ones")
@@ -77,7 +77,7 @@ def test_another_fault_in_a_drill_is_told_as_in_a_package(capsys, workers, tmp_p
     other = changed(text, {"        copy_all(tensors, cut_like(flat, tensors))\n": "        pass\n",
                            DRILLS[1].after: DRILLS[1].before})
     write_package(tmp_path / "other", {**exercises.files_of_drill(1), "optimizer.py": other})
-    assert not mends(1, Grader("other", workers), 1)
+    assert not grade_drill(1, Grader("other", workers), 1)
     printed = capsys.readouterr().out
     assert "cause     each rank steps with its own gradients" in printed, printed
 
