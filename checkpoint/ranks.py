@@ -16,11 +16,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-TIMEOUT = timedelta(minutes=30)  # so long a rank waits for another rank that writes or reads
-LONGEST_LINE = 500  # so many letters of an error's text are shown
-# The default process group -> {(ranks of a group, ranks of another group, …): Saver}. saver_of() fills the inner dict.
-# A key of it has a tuple of ranks for each process group over which a model is spread. The outer key is weak, so after
-# destroy_process_group() the Savers are gone, too.
+TIMEOUT = timedelta(minutes=30)  # how long a rank waits for another rank that writes or reads
+LONGEST_LINE = 500  # how many letters of an error's text are shown
+# The default process group -> {(ranks of a group, ranks of another group, …): Saver}. saver_of() adds the Savers. A key
+# of the inner dict has a tuple of ranks for each process group over which a model is spread. The outer key is weak, so
+# after destroy_process_group() the Savers are gone, too.
 SAVERS = weakref.WeakKeyDictionary()
 
 
