@@ -56,7 +56,7 @@ from harness.training.rows import RowId, is_asked
 def rows_to_measure(args):
     """Return the names of the rows that --rows and --dtype ask for, as RowIds.
 
-    ddp is added, twice: as the reference, and once more because the difference of the two is the noise.
+    ddp is added twice: as the reference, and once more, because the difference of the two measurements is the noise.
     """
     rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     asked = [row for row in rows if is_asked(args.rows, row.name)]

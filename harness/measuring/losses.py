@@ -4,8 +4,9 @@
 
 The program trains a small GPT on the source of Python's standard library, on two ranks. After the last step it measures
 the loss on text that no step has seen. Then DDP, stage 4 (the optimizer in stage4_overlap/) and variants/same_bits.py
-train on 1, 2, 4 and 8 ranks, and the program measures by how much the parameters differ from those on 1 rank. If you
-give --json results/losses.json, `make report` writes the losses into variants/README.md, and draws the differences for
+train on 1, 2, 4 and 8 ranks, and the program measures by how much the parameters differ from those on 1 rank.
+
+With --json results/losses.json, `make report` writes the losses into variants/README.md, and draws the differences for
 docs/same_bits.md.
 """
 # The words of this file:
@@ -36,8 +37,8 @@ SEEDS = range(3)  # of model and text
 BETAS2 = 0.95, 0.999  # AdamW's beta2, by turns: the decay rate of its second moment
 FP32 = "stage 4, fp32"
 BF16 = "stage 4, bf16"
-# Name -> (build, base). The base is the name of a configuration whose parameters have the same dtype, and with whose
-# loss this configuration's loss is compared. Models of the base BF16 have parameters in bf16, the other models in fp32.
+# Name -> (build, base). The base is the configuration with whose loss this one's is compared: stage 4, with parameters
+# of the same dtype.
 CONFIGURATIONS = {
     FP32: (stage(STAGE_4), FP32),
     "DDP": (ddp, FP32),
@@ -100,9 +101,8 @@ def loss_sheet(losses):
 
 
 # A leaf is a micro-batch. A step has LEAVES leaves on all ranks together, so any number of RANKS trains on the same
-# data. A sum of gradients in another order has other rounding errors. variants/same_bits.py adds the gradients of the
-# leaves in one order on any number of ranks, so its parameters should be the same to the bit. The parameters of DDP
-# and stage 4 differ.
+# data. variants/same_bits.py adds the gradients of the leaves in the same order on any number of ranks, so its
+# parameters should be the same to the bit. DDP and stage 4 add in other orders, and so have other rounding errors.
 LEAVES = 8
 RANKS = 1, 2, 4, 8
 MAX_NORM = 1.0  # gradients are clipped to this norm
@@ -121,14 +121,14 @@ def params_by_step(rank, method):
     batches_of_leaves = [
         corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
         for leaf in range(first_leaf, first_leaf + n_own_leaves)]
-    # The gradient of a step is to be the mean over all leaves. DDP and stage 4 divide only by the number of ranks.
-    # same_bits divides by the number of leaves.
+    # The gradient of a step should be the mean over all leaves. same_bits divides by the number of leaves itself. DDP
+    # and stage 4 divide by the number of ranks, so here their losses are divided by the leaves of a rank.
     divisor = 1 if method == SAME_BITS else n_own_leaves
     params_after = []
     for step in range(BY_RANKS.steps):
         for batches in batches_of_leaves:
             is_last = batches is batches_of_leaves[-1]
-            # Gradients are sent in the last backward pass of a step, and only add up in the passes before.
+            # Gradients are sent in the last backward pass of a step. In earlier passes they only add up.
             context = contextlib.nullcontext() if is_last else training.no_sync()
             with context:
                 loss = training.forward(*batches.batch(step))
