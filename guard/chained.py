@@ -100,7 +100,7 @@ class Chained:
     def finish_grad_sync(self, **arguments):
         """Average the gradients of each optimizer over its ranks. Idempotent: averages aren't averaged again.
 
-        arguments: those of `clip_grad_norm_` or `scale_grads_`, by name, which stage 4 compares between the ranks.
+        arguments: the arguments of `clip_grad_norm_` or `scale_grads_`, by name. Stage 4 compares them between ranks.
         Raises what an optimizer's `finish_grad_sync` raises.
         """
         for optimizer in self.optimizers:

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 class FlatShard(torch.Tensor):
     """A part of a *whole* tensor: the flat elements `start` to `stop` (excluded) of one box of the whole.
 
-    Its shape and dtype are those of the whole tensor. A FlatShard may have no elements (start == stop).
+    It has the shape and dtype of the whole tensor. It may have no elements (start == stop).
 
     Attributes:
         local: (stop - start,): the elements on this rank.
@@ -164,7 +164,7 @@ def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
     boxes: list[tuple[tuple, tuple]] = []
     while start < stop:
         row, begin = divmod(start, row_numel)  # `begin` counts the elements of this row before `start`
-        n_rows = (stop - start) // row_numel  # so many whole rows have as many elements as are left, or fewer
+        n_rows = (stop - start) // row_numel  # how many whole rows the elements that are left can fill
         if begin == 0 and n_rows:  # a box of whole rows, which begins at 0 in all other dimensions
             boxes.append(((row, *[0] * len(row_shape)), (n_rows, *row_shape)))
             start += n_rows * row_numel

@@ -1,20 +1,20 @@
-"""Keeps parameter groups equal: those of a distributed optimizer, of its inner optimizer, and of the other ranks.
+"""Keeps a distributed optimizer's parameter groups equal to its inner optimizer's, and to the other ranks' groups.
 
-A *parameter group* is torch's dict of parameters and their hyperparameters. A distributed optimizer has groups of all
-parameters of the model. The *inner optimizer* is the torch optimizer, AdamW for example, that updates this rank's part.
-It has as many groups, which have main parameters in place of parameters. A *main parameter* is a tensor that the inner
-optimizer steps: in stages 1 and 2 of this project a parameter of the model, in stages 3 and 4 a flat piece of a
-parameter, in fp32 if the parameter has 16 bits.
+    parameter group    torch's dict of parameters and their hyperparameters; a distributed optimizer has groups of all
+                       parameters of the model
+    inner optimizer    an optimizer of torch, such as AdamW, that updates this rank's part; it has as many groups, with
+                       main parameters in place of parameters
+    main parameter     a tensor that the inner optimizer steps: in stages 1 and 2 of this project a parameter, in stages
+                       3 and 4 a flat piece of a parameter, in fp32 if the parameter has 16 bits
 
 Situation: a program has an optimizer class of its own, which reads attributes of parameters, writes into its groups, or
 replaces the tensors that it steps. Shown by tests/stages/test_own_classes.py,
 `test_a_class_of_ones_own_trains_as_in_plain_torch`.
 
 Situation: a scheduler sets the lr from the loss of one rank (ReduceLROnPlateau). Ranks with different settings would
-silently mix two trainings. So the ranks compare their groups whenever they communicate anyway: in the constructor, in
-`add_param_group`, before the state of all ranks is gathered into one dict or saved in files, and in stage 4, as a
-checksum, before each step. If the inner optimizer writes a value into its groups, the ranks compare this value in the
-following step. Shown by tests/stages/test_users.py,
+silently mix two trainings. So the ranks compare their groups: in the constructor, in `add_param_group`, before the
+state is saved or gathered into one dict, and in stage 4, as a checksum, before each step. A value that the inner
+optimizer writes into its groups is compared in the following step. Shown by tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
@@ -74,10 +74,10 @@ def as_python(value):
 
 
 def share_attributes(groups, own_groups, param_of):
-    """Give each main parameter the attributes and the name of its parameter. (A class may read p.lr_mul, for example.)
+    """Give each main parameter the attributes of its parameter, such as `lr_mul`. Write the names into `own_groups`.
 
-    Afterwards the parameter and the main parameter share one dict of attributes. So if a program changes an attribute
-    of the parameter later, the inner optimizer reads the new value. The names are written into `own_groups`.
+    Both share one dict of attributes. So if a program changes an attribute of the parameter later, the inner optimizer
+    reads the new value.
 
     Args:
         groups: groups of the model's parameters.

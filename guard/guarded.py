@@ -8,18 +8,18 @@ tensor that the inner optimizer steps for a part is a *main parameter*. The *gua
 
 Situation: training, from the constructor to a save. Python looks a method up in three classes, in this order: the
 DistributedOptimizer of a stage's `distributed.py`, which has the differences between stages; Guarded; and the core. At
-most one of the first two classes defines a method, so that `super()` means the core in both. The guard's `step` calls
-the core's `step` at its end. This core's `step` calls `sync_grads`, `step_own` and `sync_params`, and so calls the
-guard's methods of these names. A stage's class defines:
+most one of the first two classes defines a method, so that `super()` means the core in both. At its end the guard's
+`step` calls the core's `step`. The core's `step` calls `sync_grads`, `step_own` and `sync_params`: the guard's methods
+of these names, which call the core's. A stage's class defines:
 
     _refuse(named)              raise an error for parameters that the stage can't train; return [(name, tensor)], the
-                                tensors that the stage stores. In place of a DTensor that is this rank's local part
+                                tensors that the stage stores: parameters, and the local part of a DTensor
     _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
     _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
     _watch_shards(groups)       prepare the guard for parameters that `shard` has just divided between the ranks
     _owned_ranges()             return what `pieces` returns, or yield it: which elements this rank updates
-    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new, that
-                                is, not averaged yet in this step
+    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new: not
+                                averaged yet in this step
     _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(). A stage's buffer of gradients
                                 may have this method in place of the optimizer
     _take_model_changes()       copy what other code has written into the model's parameters to the main parameters
@@ -123,6 +123,7 @@ class Guarded(torch.optim.Optimizer):
         # then refuses a backward pass through a graph that has read old values.
         torch.autograd.graph.increment_version(params)
         self._watch_shards(groups)
+        # _owned_ranges() returns [(param, start, stop, main), …].
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
         share_attributes(groups, own_groups, param_of)
         return own_groups
@@ -344,7 +345,7 @@ class Guarded(torch.optim.Optimizer):
     def _stepped_as(self, param):
         """Return the (shape, dtype) that schema.py steps on trial in place of this rank's piece of `param`.
 
-        The dtype is that of main parameters: fp32 for a parameter of 16 bits. Stages 1 and 2 override this method.
+        Main parameters have this dtype: fp32 for a parameter of 16 bits. Stages 1 and 2 override this method.
         """
         shape = param.shape if self._steps_whole_params else TRIAL_SHAPE
         return shape, torch.promote_types(param.dtype, torch.float32)

@@ -184,7 +184,7 @@ def entries_of(optimizer, part, with_fresh):
 
 
 def empty_entries(part):
-    """Return the entries of a parameter that only other ranks update: name in the schema -> FlatShard without elements.
+    """Return {name in the schema: FlatShard without elements} for a parameter that this rank doesn't update.
 
     None: the parameter is frozen, or the class can't step one parameter alone.
     """
@@ -204,8 +204,8 @@ def empty_entries(part):
 def saved_value(part, name, value):
     """Return what the state_dict has for `value`, the entry `name` of the state of this rank's part.
 
-    Raises ValueError: `value` is not cut, each rank with a part of the parameter may have another value, and the state
-    of the whole parameter can only have one of them.
+    Raises ValueError: `value` isn't cut, and ranks with other parts of the parameter may have other values, of which
+    the state of the whole parameter can have only one.
     """
     if isinstance(value, torch.Tensor):
         if part.is_cut(name, value):
@@ -246,9 +246,9 @@ def load_state_dicts(optimizers, state_dicts, process_group):
     for optimizer, state_dict in zip(optimizers, state_dicts):
         try:
             prepared_loads.append(prepared_on_all_ranks(optimizer, state_dict, device))
-        except Exception as error:  # not raised yet: a rank without this optimizer doesn't know, and waits in agree()
+        except Exception as error:  # not raised yet, because ranks without this optimizer wait in agree() below
             first_error = first_error or error
-    if len(optimizers) > 1:  # tell all ranks. (With one optimizer, its ranks have agreed already.)
+    if len(optimizers) > 1:  # tell all ranks; with one optimizer, its ranks have agreed already
         agree(first_error, {}, process_group, device)
     elif first_error:
         raise first_error
@@ -290,7 +290,7 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != own_sizes:
         raise ValueError(f"this state_dict has groups of {saved_sizes} parameters, this optimizer has {own_sizes}")
-    # For each parameter its key in `states`: an index or a name. The order is that of this optimizer's parameters.
+    # For each parameter of this optimizer, in order, its key in `states`: an index or a name.
     keys = [key for group in saved_groups for key in group["params"]]
     for key in states.keys() - set(keys):
         if not isinstance(key, str):

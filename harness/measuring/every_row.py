@@ -130,8 +130,8 @@ def say(text):
 def measure_rows(workers, settings, row_ids, recorded=()):
     """Measure rows of the catalogue, a list of RowIds, on the ranks that `workers` has started. Returns Rows.
 
-    A row gets an `error`, and no times, if a rank fails, or if the row's parameters differ from those of the reference
-    by more than the tolerance. After all rounds a step is recorded of each row whose name is in `recorded`.
+    A row gets an `error`, and no times, if a rank fails, or if the row's parameters differ too much from the
+    reference's. After all rounds a step is recorded of each row whose name is in `recorded`.
     """
     conditions = on_rank_0(workers, examine.describe, settings)
     rows = [checked_row(workers, settings, row_id) for row_id in row_ids]
@@ -196,7 +196,7 @@ def over_ranks(examined_by_rank):
 def beside_formula(name, mark, unit=1):
     """Return a function of a row that reads the counted figure `name`, and divides it by `unit`.
 
-    If the figure differs from what the row's formula gives by more than 0.5 %, `mark` stands behind it.
+    The figure gets the `mark` if it differs from what the row's formula gives by more than 0.5 %.
     """
     def read(row):
         counted = row.figure(name)

@@ -108,10 +108,10 @@ def tolerance(world_size):
     """Return by how much a right row's parameters may differ from the reference's after CHECKED_STEPS steps in fp32.
 
     On one or two ranks every order of summation gives the same bits. On more ranks, sums differ in the last bits. A
-    gradient may be only such noise: that of attention's key bias is, because softmax cancels the bias. AdamW divides a
-    gradient by its size, so with a small eps it would make a step of up to lr from noise. Differences of 2e-7 were
-    measured on 3 and 4 ranks with eps = 1e-6, and of 4e-6 with eps = 1e-8. A wrong row moves a parameter by lr: 1e-4 to
-    1e-3.
+    gradient may be nothing but this noise, for example the gradient of attention's key bias, because softmax cancels
+    the bias. AdamW divides a gradient by its size, so with a small eps it would make a step of up to lr from noise.
+    Differences of 2e-7 were measured on 3 and 4 ranks with eps = 1e-6, and of 4e-6 with eps = 1e-8. A wrong row moves a
+    parameter by lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
 
@@ -344,7 +344,10 @@ class Recording(NamedTuple):
 
 
 def span_of(phases, number):
-    """Return the span of step `number`: from the start of its first phase to the end of its last phase."""
+    """Return the span of step `number`: from the start of its first phase to the end of its last phase.
+
+    phases: (name, start, end) of each phase, three for a step.
+    """
     _, start, _ = phases[3 * number]
     _, _, end = phases[3 * number + 2]
     return start, end

@@ -10,7 +10,7 @@ two_hosts.py measures the rows and calls this file.
     Rows       all Rows of a measurement, here `measured` or `sweep`: `find` returns the Row of a name, `timed` returns
                it only if it has times; else they return None
     floor      the least time that a step can take: computing alone, or sending the row's bytes if that takes longer
-    curve      a picture of the time of a step divided by that of computing alone, on links of several rates
+    curve      a picture: the time of a step divided by the time of computing alone, on links of several rates
     ladder     the table in README.md; a rung is a line of that table
     sweep      a short measurement of DDP and of stage 4 with buckets of several sizes, to find DDP's best size
     tuned      DDP with the better of the default size and the size that a sweep has found

@@ -1,8 +1,8 @@
 """Plays rank 0 of d ranks in one process, without memory or network, to count bytes and list events.
 
-A dry run trains for two steps on tensors that have sizes and no memory, those of torch's device "meta". So nothing is
-computed and nothing is sent. plan.py and bench.py make tables of what dry runs count; replay.py plays the events of a
-dry run with the speed of real machines.
+A dry run trains for two steps on tensors of torch's device "meta", which have sizes and no memory. Nothing is computed,
+and nothing is sent. plan.py and bench.py make tables of what dry runs count. replay.py plays the events of a dry run
+with the speed of real machines.
 
     row               a way to train; the catalogue, harness/training/rows.py, lists all rows
     RowId             the name of a row, and maybe the size of a bucket

@@ -153,7 +153,7 @@ def origin(files):
 
 
 def settings():
-    """Return the conditions in words: those of bench.py, and those of two hosts with the slowest link."""
+    """Return the conditions of bench.py, and of two hosts with the slowest link, in words."""
     conditions = [load(name).conditions for name in (BENCH, SLOWEST_LINK)]
     return code(*(textwrap.fill(text, tables.BLOCK_WIDTH) for text in conditions))
 
@@ -237,7 +237,7 @@ def variants():
         return row_name.removeprefix("variants ")
 
     def lines_of(row_name):
-        """Return how many code lines a variant's file has; for a row of a stage, those of the stage's core."""
+        """Return how many code lines a variant's file has, or for a row of a stage, how many the stage's core has."""
         path = tables.ROOT / "variants" / f"{short_name(row_name)}.py"
         if path.exists():
             return len(code_lines(path))
@@ -371,7 +371,7 @@ def figures():
     texts = dict(load(PLAN).figures)
     for name, (file, sheet_key, row_key, column_key, form) in CELLS.items():
         texts[name] = format(load(file).sheets[sheet_key].numbers(column_key)[row_key], form)
-    # "over_tuned": stage 4's time divided by that of DDP with its best bucket size, on this link.
+    # "over_tuned": stage 4's time on this link divided by the time of DDP with its best bucket size.
     for rate in RATES:
         texts[f"over_tuned_{rate}".replace(".", "_")] = load(f"network_{rate}.json").figures["over_tuned"]
     return texts

@@ -44,7 +44,7 @@ METHODS = "What rows and columns are: results/methods.md."
 
 @dataclass
 class Marked:
-    """A cell with a number and a mark, which stands behind the number.
+    """A cell with a number, followed by a mark.
 
     The mark is "~" (the number is within the noise), a sign that a footnote explains, or a formula in brackets.
     """

@@ -172,7 +172,7 @@ class MainParamsTraining(Training):
                 state[name] = state[name].to(self.moments_in).float()
 
     def zero_grad(self):
-        """Drop the gradients of the main parameters and those of the parameters."""
+        """Drop the gradients of main parameters and of parameters."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
@@ -254,7 +254,7 @@ class OwnerReduce(ShardedOptimizer):
 
     Args:
         bucket_cap_mb: a bucket has about this many MiB of gradients, as in DeepSpeed's ZeRO-2; None: each bucket has a
-            single parameter. All other arguments are those of stage 1's core.
+            single parameter. Stage 1's core explains all other arguments.
     """
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, bucket_cap_mb=None, **kwargs):

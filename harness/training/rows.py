@@ -5,7 +5,7 @@ should send and hold. Programs that measure compare that with what a row does.
 
 Words that are used below:
     stage N         one of the four optimizers of this repository, in a folder stage*/ with two classes:
-                    ShardedOptimizer is the algorithm, the core; DistributedOptimizer adds its guard: checks of wrong use
+                    ShardedOptimizer, its core, is the algorithm; DistributedOptimizer also refuses wrong use
     variant         a file of variants/ that changes a stage
     peer            an optimizer of torch, or another scheme; stages are compared with it
     main parameter  the fp32 copy of a 16-bit parameter, which AdamW updates
@@ -243,7 +243,7 @@ class Configuration(NamedTuple):
     rest_whole: float | None = None
     rest_shared: float = 0
     sharing: Callable = lambda d: d  # a function: d -> n
-    starts_apart: bool = True  # ranks begin with different weights, so that the row has to broadcast those of rank 0
+    starts_apart: bool = True  # ranks begin with different weights, so that the row has to broadcast rank 0's weights
     dtype: str = "float32"  # of the parameters
     reference: Callable = ddp  # the `build` of the training with which this row must agree
     has_buckets: bool = False  # whether `build` takes a size of buckets
