@@ -24,8 +24,8 @@ def found_inf(optimizer, grad_scaler):
     function. `optimizer` is a DistributedOptimizer or a Chained.
 
     Raises RuntimeError:
-        - The program has called GradScaler.unscale_(), which hasn't seen the gradients.
-        - Other optimizers train the model too. They would step although `optimizer` doesn't.
+        - The program has called GradScaler.unscale_() while gradients weren't in param.grad.
+        - Other optimizers train the model too, without a Chained. They would step although `optimizer` doesn't.
     """
     scaler_states = grad_scaler._per_optimizer_states  # id of an optimizer that the scaler steps -> dict
     scale = grad_scaler._get_scale_async()  # the factor of the loss, a tensor; this call doesn't wait for a GPU
@@ -66,9 +66,10 @@ def found_inf(optimizer, grad_scaler):
 def is_a_member(optimizer):
     """Return whether other optimizers train the same model.
 
-    `optimizer._chain` is a weak reference to the Chained that has the optimizer, or None. Without a Chained, the
-    optimizer of an expert shows it: fewer ranks have the expert than average its gradients.
+    Either the optimizer belongs to a Chained, or it is an expert's: then fewer ranks have the expert than average its
+    gradients.
     """
+    # None, or a weak reference: a call returns the Chained, or None if the Chained is gone.
     if optimizer._chain is not None and optimizer._chain() is not None:
         return True
     group = optimizer.average_over  # the group over which gradients are averaged; or a number, or None

@@ -84,8 +84,7 @@ FIRST_ROWS = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, "ddp + stage 2",
                                        NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, "owner reduce")]
 # Stage 4. In HALF_OVERLAPS only gradients, or only parameters, or neither travel while a rank computes.
 LAST_ROWS = [RowId(name) for name in (*HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16)]
-# Measured if --rows doesn't say otherwise. "owner reduce" is there twice: with default buckets, and with buckets of 2
-# MiB.
+# Measured if --rows doesn't say otherwise. "owner reduce" is there twice: with default buckets, and with 2 MiB.
 ROWS = [*FIRST_ROWS, RowId("owner reduce", 2), *LAST_ROWS]
 # The rows of results/curve.svg, which --rows curve measures.
 CURVE = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, REPLICATED, ALL_GATHER, GRAD_BUFFER, OVERLAP, FSDP2)]
@@ -120,6 +119,8 @@ def link_of(rate):
 
 
 # --------------------------------------------------------------------------------------- Two hosts, and their link
+
+
 NETWORK = "10.99.0.0/24"  # inside the namespaces: no other program sees these addresses
 ADDRESSES = ["10.99.0.1", "10.99.0.2"]
 TCP = "cubic"  # Linux's default, whatever this machine has set: times depend on how senders find the link's rate
