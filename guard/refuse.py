@@ -88,7 +88,7 @@ def checked_groups(optimizer, params, settings):
 def callable_or_refusal(optimizer_cls):
     """Return `optimizer_cls`, or if it is no class, a function that raises TypeError.
 
-    `checked_groups` calls this function. There an error on one rank becomes an error on all ranks.
+    `checked_groups` calls the result. There an error on one rank becomes an error on all ranks.
     """
     def refuse(*_, **__):
         raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
