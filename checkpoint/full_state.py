@@ -1,7 +1,7 @@
 """Gathers the state of a distributed optimizer into one dict, loads such a dict, and moves a state to other ranks.
 
-In a distributed optimizer each rank has a part of the state, because it updates some whole parameters (in the versions
-called stages 1 and 2) or flat pieces of parameters (stages 3 and 4).
+In a distributed optimizer each rank has a part of the state. It updates some whole parameters in the versions called
+stages 1 and 2, and flat pieces of parameters in stages 3 and 4.
 
     entry         a value in the state of a parameter, which is a dict, under a name such as "exp_avg"
     main_param    the entry that is the fp32 copy of a 16-bit parameter
@@ -170,7 +170,7 @@ def cut_state_dict(optimizer, state_dict, source, error_prefix, group):
     without_state = broadcast(without_state, source, group)
     if without_state is None:
         raise UnfitModel("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    # For each parameter a Part, which says which elements this rank updates. After reshard() a rank may have no parts.
+    # A Part for each parameter: it says what elements this rank updates. After reshard() a rank may have no parts.
     parts = []
     for member in getattr(optimizer, "optimizers", [optimizer]):  # a Chained has several optimizers
         if member.rank >= 0:

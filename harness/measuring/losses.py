@@ -14,7 +14,7 @@ docs/same_bits.md.
 #   configuration  a way to train: DDP, stage 4, or a variant
 #   build          a function of a model and AdamW's arguments, which returns a Training
 #   Training       an object with a model, an optimizer, and the parts of a step as methods
-#   rank           which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   rank           a Rank (harness/ranks/meeting.py): the number of this process, its device, the number of all ranks
 #   workers        the ranks: workers.run(function, *arguments) calls function(rank, *arguments) on each of them, and
 #                  returns the results by rank; on_rank_0 does the same, and returns rank 0's result
 
@@ -161,7 +161,7 @@ def measure_differences():
 
 
 def describe(rank):
-    """Say in words on which ranks, with which model and which batch the losses were measured."""
+    """Return the conditions of the losses in words: the ranks, the model and the batch."""
     numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
     return " · ".join([
         f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",

@@ -139,7 +139,7 @@ class Memory(TorchDispatchMode):
             self._set(self.counted[storage], storage.nbytes())
 
     def _owner(self, storage):
-        """Return the storage in whose memory `storage` lies, which may be `storage`."""
+        """Return the storage in whose memory `storage` lies, mostly `storage` itself."""
         return self.owners.get(storage, storage)
 
     def _set(self, counted_bytes, n_bytes):

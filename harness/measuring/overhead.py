@@ -13,7 +13,7 @@ messages go nowhere, and the model's tensors are tiny, so what takes time is Pyt
 #   method    one of the three rows of the first half of this file, which is about small models
 #   build     a function of a model and AdamW's arguments, which returns a Training
 #   Training  an object with a model, an optimizer, and the parts of a step as methods
-#   rank      which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   rank      a Rank (harness/ranks/meeting.py): the number of this process, its device, the number of all ranks
 #   column    describes a column of a table: a title, a function of a row, where the numbers come from, and their format
 
 import functools

@@ -32,7 +32,7 @@ from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
 
 # `load` reads a file of results/ and returns a Report. Its fields:
-#   made        on which machine, with which torch, at which commit and on which date
+#   made        machine, release of torch, commit and date
 #   conditions  a text
 #   sheets      {key: Sheet, a finished table}
 #   figures     {name: text}
@@ -143,7 +143,7 @@ def files_of_links(rates):
 
 
 def origin(files):
-    """Return a line that says on which machine, with which torch, at which commit and when `files` were measured."""
+    """Return a line with the machine, the torch, the commit and the date of the measurement of `files`."""
     all_made = [load(file).made for file in files]
 
     def values(field):
@@ -330,7 +330,7 @@ def in_dark(draw):
     return lambda: pictures.in_dark(draw())
 
 
-# Each picture has a second file, which a page shows to a reader whose browser is dark.
+# Each picture has a second file, for readers with a dark browser.
 PICTURES |= {name.replace(".svg", "_dark.svg"): in_dark(draw) for name, draw in PICTURES.items()}
 # NAME of a figure, a number in a sentence of a page -> file in results/, key of the table, key of the row, key of the
 # column, and the format of the number.

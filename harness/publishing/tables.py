@@ -245,7 +245,7 @@ def markdown(sheet):
 
 
 class Made(NamedTuple):
-    """Says on which machine, by which code, and when something was measured."""
+    """The machine, the code and the date of a measurement."""
     machine: str
     torch: str
     commit: str

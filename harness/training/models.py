@@ -1,8 +1,12 @@
-"""Defines two models: a small GPT, which is trained, and a LLaMA, whose parameters are counted and never trained.
+"""Defines two models: a small GPT to train, and a LLaMA, whose parameters are only counted.
 
-In comments on shapes, B is the number of sequences in a batch, T the number of tokens in a sequence (a token is a
-byte), C the width of the stream, H the number of attention heads, and V the size of the vocabulary. The stream is the
-tensor (B, T, C) that each block adds to. `config`, in every class, is a GPTConfig or LlamaConfig: see options.py.
+`config` is a GPTConfig or LlamaConfig, with the sizes of the model: see options.py. In comments on shapes:
+
+    B    number of sequences in a batch
+    T    number of tokens in a sequence; the GPT's tokens are bytes
+    C    width of the stream, the tensor (B, T, C) that each block adds to
+    H    number of attention heads
+    V    size of the vocabulary
 """
 
 import math
