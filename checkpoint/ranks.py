@@ -68,8 +68,8 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
     The message names the rank that has failed, unless all ranks have the same error. An interrupt by Ctrl-C stays an
     interrupt on the rank that was interrupted.
 
-    as_checkpoint_error: a function that takes this rank's error, and returns an error of a subclass of CheckpointError,
-        or the same error. If it returns an error of another class, a CheckpointError with the same text is raised.
+    as_checkpoint_error: a function of this rank's error. If it returns an error of a subclass of CheckpointError, all
+        ranks raise that class; otherwise they raise CheckpointError.
     """
     own_error = None
     own_report = None  # what this rank tells the others: (class of the error, first line of its text)

@@ -160,8 +160,8 @@ def fits(entry, value, trial_shape, shape):
     """Return whether the state of a parameter of `shape` may have `value` where the trial step has made `entry`.
 
     value: a Spec in place of a tensor, or any value that is no tensor.
-    entry: the same, from the Schema of a parameter of `trial_shape`. None: the trial has made no entry of this name,
-        but a later step of the class may. For example, some classes keep slow weights.
+    entry: a Spec or a value, from the Schema of a parameter of `trial_shape`. None: the trial has made no entry of this
+        name, but a later step of the class may. For example, some classes keep slow weights.
     """
     if entry is None:
         return not isinstance(value, Spec) or value.shape in ((), shape)

@@ -41,7 +41,7 @@ from harness.training.rows import (
 
 # Dtype of the parameters -> how the name of a row with this dtype ends, such as "stage 4 overlap bf16".
 ENDINGS = {"float32": "", "bfloat16": " bf16"}
-# In CURVES below these two are in place of a row's name.
+# CURVES below has these two texts in place of a row's name.
 TUNED = "ddp, tuned"  # the row that `tuned_ddp` returns
 FLOOR = "floor"
 

@@ -141,10 +141,9 @@ def params_by_step(rank, method):
 
 
 def measure_differences():
-    """Train with each method on 1, 2, 4 and 8 ranks.
+    """Train with each method on 1, 2, 4 and 8 ranks. Returns {"method, n ranks": [number, …] by step}.
 
-    Returns {"method, n ranks": [number, …] by step}. A number is the largest difference of any parameter from the same
-    parameter after the same step on 1 rank.
+    A number is the largest difference of any parameter from its value after the same step on 1 rank.
     """
     params_of_1_rank = {}  # method -> what `params_by_step` returns on 1 rank
     differences = {}

@@ -58,7 +58,7 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
     """
     if d == 1:
         return 0.0
-    n_groups = hardware.sharing * stride  # number of the groups that share the links, because their ranks are neighbours
+    n_groups = hardware.sharing * stride  # how many groups share the links, because their ranks are neighbours
     ranks_in_node = max(1, hardware.per_node // n_groups)  # number of this group's ranks in a node
     hops_between = math.ceil(d / ranks_in_node) - 1  # from node to node
     rate = hardware.in_node

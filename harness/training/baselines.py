@@ -154,7 +154,7 @@ class MainParamsTraining(Training):
         if self.moments_in is not None:
             self.round_moments()
         torch._foreach_copy_(params, self.main_params)  # rounds
-        if self.ties_away:  # rounds once more, in the other way
+        if self.ties_away:  # round the main parameters once more, by integers
             for param, main_param in zip(params, self.main_params):
                 # A bf16 number has the upper 16 bits of an fp32 number. Add half a unit, and cut the lower bits off.
                 param.view(torch.int16).copy_((main_param.view(torch.int32) + 2**15) >> 16)
