@@ -201,7 +201,10 @@ def count_memory(rank, settings, configuration, batches):
 
 
 def largest_difference(tensors, expected):
-    """Return the largest difference of two elements, over all ranks. A nan counts as the largest float. Collective."""
+    """Return the largest difference of an element from the expected element, over all ranks. Collective.
+
+    A nan counts as the largest float.
+    """
     pairs = zip(tensors, expected, strict=True)
     differences = torch.stack([(tensor - expected_tensor).abs().max().float() for tensor, expected_tensor in pairs])
     largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
@@ -281,7 +284,7 @@ def clip(training, max_norm):
 # the rank doesn't compute.
 
 GAP_S = 0.0005  # between two operators Python needs less time, and a wait for another rank takes more
-RECORDED_STEPS = 6  # step 0 isn't shown, because before it there is no step for whose parameters it would wait
+RECORDED_STEPS = 6  # steps 0 to 5; step 0 isn't shown, because it doesn't wait for parameters of a step before it
 
 
 class Recorder(Ledger):

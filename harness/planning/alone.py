@@ -54,7 +54,7 @@ class Event(NamedTuple):
     index: int = 0  # launch: its number among the launches of the step; wait: the number of the awaited launch
     lag: int = 0  # wait: how many steps ago the awaited launch was, 0 or 1
     group_size: int = 0  # launch: how many ranks take part
-    stride: int = 1  # launch: the distance of neighbouring ranks of the group
+    stride: int = 1  # launch: the difference between the numbers of two neighbouring ranks in the group
 
 
 class Cost(NamedTuple):
@@ -94,8 +94,8 @@ class DryRun(Memory):
         self.ledger = Ledger()
         self.begin_step(0)
 
-    # torch asks this private method. Otherwise it would keep the compiler away from every operator, which takes most of
-    # the time of a dry run.
+    # torch asks this private method. If it returned True, torch would keep the compiler away from every operator, which
+    # takes most of the time of a dry run.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
     def begin_step(self, step_number):

@@ -78,7 +78,7 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
     possible = choices(local_rank, local_world_size)
     for number, (backend, device) in enumerate(possible):
         is_last = number == len(possible) - 1
-        # Only where ranks share a GPU has NCCL another choice behind it: see `choices`.
+        # `choices` returns another choice after NCCL only where ranks share a GPU.
         shares_gpu = backend == "nccl" and not is_last
         if shares_gpu:
             # NCCL refuses two ranks on one GPU of one host. So each rank says that it is a host of its own, and NCCL
@@ -335,8 +335,8 @@ def let_computing_go_first(threads):
     Linux prefers a thread that has just woken up, and gloo's threads wake up for each 64 kB that arrive, also in the
     middle of a matrix product. So they get a low priority: they run when no thread computes.
 
-    With many more ranks than cores some rank always computes, and gloo's threads would never get a core. So with
-    GLOO_PRIORITY=normal in the environment this function does nothing.
+    With many more ranks than cores some rank always computes, and gloo's threads would never get a core. For such a
+    machine GLOO_PRIORITY=normal in the environment turns this function off.
     """
     if os.environ.get("GLOO_PRIORITY") == "normal":
         return
