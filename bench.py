@@ -3,7 +3,7 @@
     python bench.py [--ranks 2] [--model small] [--rows "stage 4"] [--quick] [--json measured/bench.json]
 
 The rows are listed in harness/training/rows.py. The program starts --ranks processes, which train each row. First it
-checks that a row computes the same as replicated training. A row that computes something else gets no time.
+checks that a row gets the parameters that replicated training gets. A row with other parameters gets no time.
 Exit code: 0; 1 when a row is wrong or fails; 2 for bad input; 130 after Ctrl-C.
 """
 
@@ -56,7 +56,7 @@ from harness.training.rows import RowId, is_asked
 def rows_to_measure(args):
     """Return the names of the rows that --rows and --dtype ask for, as RowIds.
 
-    ddp is added, twice: as the reference, and once more because the difference of the two is the noise.
+    ddp is added twice: as the reference, and once more, because the difference of the two measurements is the noise.
     """
     rows = [*catalogue.ROWS, *catalogue.VARIANTS]
     asked = [row for row in rows if is_asked(args.rows, row.name)]

@@ -15,8 +15,8 @@ optimizer the package also needs these methods and this attribute:
 
     optimizer.pieces()           -> [(param, start, stop, main), …]: this rank updates the flat elements start to stop
                                  of `param` (of its local part, if it is a DTensor). The inner optimizer has them as
-                                 the tensor `main`. The method waits for parameters in flight. If other code has
-                                 written into the model, it first copies that to `main`.
+                                 the tensor `main`, with what other code has written into the model. The method waits
+                                 for parameters in flight.
     optimizer.make_optimizer(groups)         returns a new inner optimizer, which shows which entries a state has
     optimizer.refuse_different_settings()    raises on every rank if the groups of the ranks have different values
     optimizer.move_to(process_group)         stages 3 and 4: takes the shards of the new rank, without their state

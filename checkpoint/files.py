@@ -10,9 +10,10 @@ and the folder gets its name only when it is complete. `load` changes nothing be
 folders have DCP's format, so a program with torch's lines can read them, and `load` can read what programs with FSDP2
 have written.
 
-Words of this file: an optimizer of a *stage* is one of this project's distributed optimizers, of which each rank has a
-part of the state. A `Chained` joins several of them. A *Saver* (ranks.py) has the process groups for messages between
-the ranks that save together. A checkpoint is flat: it has *keys*, such as "model.layer.weight", and a value for each.
+    stage's optimizer    one of this project's distributed optimizers: each rank has a part of the state
+    Chained              joins several of these optimizers into one
+    Saver                has the process groups for messages between the ranks that save together (ranks.py)
+    key                  the name of a value in a checkpoint, which is flat, such as "model.layer.weight"
 """
 
 import errno
@@ -284,7 +285,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     saver = saver_for(optimizer)
     group = saver.group
     # When a `with` block below ends, an error on any rank becomes a CheckpointError on all ranks. A new block begins
-    # where all ranks must have come so far without an error.
+    # before each step that no rank may take unless all ranks have come so far.
     failing_together = functools.partial(errors_on_all, f"checkpoint {path} can't be loaded", group,
                                          as_checkpoint_error)
     wait([saver.last])  # until the last asynchronous save has ended. If it has failed, the next save raises the error
@@ -337,8 +338,8 @@ def is_flattened(metadata):
 
     metadata: DCP's description of the checkpoint.
     """
-    # For each value its keys in the nested dicts that were saved, such as ("optimizer", "state", name, "exp_avg"). In
-    # the flattened form there are only two keys: ("optimizer", "state.layer.weight.exp_avg").
+    # For each value its keys in the nested dicts that were saved: ("optimizer", "state", name, "exp_avg"), or in the
+    # flattened form ("optimizer", "state.layer.weight.exp_avg").
     places = (metadata.planner_data or {}).values()
     return any(place[0] == "optimizer" and len(place) == 2 for place in places)
 
@@ -406,16 +407,17 @@ def options_to_read(number, stored) -> dict:
 def keys_in_checkpoint(state, metadata) -> dict[str, str]:
     """Return a dict: key of `state` -> key in the checkpoint, for the model's tensors and for main parameters.
 
-    A main parameter is the fp32 tensor that an optimizer steps in place of a 16-bit parameter of the model. If only the
-    optimizer here has main parameters, they are read from the model in the checkpoint. If only the checkpoint has main
-    parameters, the model is read from them. The model is also read from them if it had another dtype, so that values
-    are rounded only once, from fp32 to the dtype here.
+    A main parameter is the fp32 tensor that an optimizer steps in place of a 16-bit parameter of the model.
+    - Only the optimizer here has main parameters: they are read from the model in the checkpoint.
+    - Only the checkpoint has main parameters: the model is read from them.
+    - Both have them, and the model has another dtype here than in the checkpoint: the model is read from them, too, so
+      that values are rounded only once.
 
-    Checkpoints of torchtitan have the tensors of the model beside "optimizer", and not under "model".
+    In a checkpoint of torchtitan the model's keys don't begin with "model.".
     """
     stored = metadata.state_dict_metadata
     own_keys, _ = flatten_state_dict(state)  # a flat dict; only its keys are used
-    # Whether names of the model are keys themselves, as in torchtitan.
+    # Whether the names of the model's tensors are keys, as in torchtitan.
     is_at_the_top = any(name in stored and f"model.{name}" not in stored for name in state["model"])
     stored_keys = {}
     # id of a parameter's memory -> key of the main parameter from which it is read. Tied parameters share one memory.
@@ -426,7 +428,7 @@ def keys_in_checkpoint(state, metadata) -> dict[str, str]:
         has_main_param = main_key in own_keys  # whether the optimizer here has a main parameter of this parameter
         if has_main_param:
             stored_keys[main_key] = main_key if main_key in stored else model_key
-        # Is the model's parameter read from the main parameter in the checkpoint? See above.
+        # If the model's parameter is read from the main parameter in the checkpoint (see above), note that key.
         if main_key in stored:
             if not has_main_param or stored[model_key].properties.dtype != memory.dtype:
                 main_key_of[id(memory)] = main_key
@@ -448,7 +450,7 @@ def groups_to_load(state, own_state, optimizer) -> list[dict]:
 
     state: the dict that was filled from the checkpoint.
     own_state: the state_dicts of the model and of `optimizer`, as they are now.
-    Raises ForeignCheckpoint: when it was saved, a parameter was in another group than now.
+    Raises ForeignCheckpoint: a parameter is in another group than it was when it was saved.
     """
     saved_groups = state["optimizer"]["param_groups"]
     saved_number_of = {}  # name of a parameter -> number of the group that it was in

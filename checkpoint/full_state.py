@@ -1,9 +1,12 @@
 """Gathers the state of a distributed optimizer into one dict, loads such a dict, and moves a state to other ranks.
 
-In a distributed optimizer each rank has a part of the state: it updates whole parameters (in the versions called stages
-1 and 2) or flat pieces of parameters (stages 3 and 4). The state of a parameter is a dict of *entries*, such as
-"exp_avg". In the optimizer's state_dict() an entry of which each rank has a part is a *FlatShard*: a tensor with the
-shape of the whole, and the elements of this rank. A "main_param" entry is the fp32 copy of a 16-bit parameter.
+In a distributed optimizer each rank has a part of the state. It updates some whole parameters in the versions called
+stages 1 and 2, and flat pieces of parameters in stages 3 and 4.
+
+    entry         a value in the state of a parameter, which is a dict, under a name such as "exp_avg"
+    main_param    the entry that is the fp32 copy of a 16-bit parameter
+    FlatShard     an entry of which each rank has a part: a tensor with the shape of the whole, and this rank's elements
+    Chained       joins several optimizers of one model (guard/chained.py)
 
 The ranks send each other the state of one parameter at a time: tensors on the CPU, pickled. In the end one rank has the
 whole state in memory. So save a large model in files instead.
@@ -42,7 +45,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
     """
     optimizer = unwrapped_optimizer(optimizer)
     refuse_several_groups(optimizer)
-    # After reshard() `rank` is -1 on a rank without a part. Some optimizers, such as a Chained, have no such attribute.
+    # After reshard() `rank` is -1 on a rank without a part. A Chained has no such attribute.
     is_left_out = getattr(optimizer, "rank", 0) < 0
     if is_left_out and not to_all:
         return {}
@@ -60,18 +63,18 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to_all: bool = False) -> d
 
 def refuse_several_groups(optimizer):
     """Raise RuntimeError for a Chained whose optimizers have process groups of different sizes."""
-    # A Chained joins several optimizers. Its `n_ranks` is a list: for each optimizer the number of ranks that have it.
+    # `n_ranks` of a Chained: for each of its optimizers the number of ranks that have it. Others have no `n_ranks`.
     numbers_of_ranks = getattr(optimizer, "n_ranks", ())
     if len(set(numbers_of_ranks)) > 1:
         raise RuntimeError("the optimizers have process groups of their own: save and load them one by one")
 
 
 def own_state_dict(optimizer):
-    """Return this rank's state_dict, if possible without entries for parameters that were never stepped.
+    """Return this rank's state_dict. It has no entries for parameters that were never stepped.
 
-    It isn't possible for a Chained, because its state_dict() makes entries as before a first step.
+    Only the state_dict() of a Chained has such entries, as before a first step.
     """
-    is_chained = not hasattr(optimizer, "pieces")  # the method `pieces` is an optimizer's
+    is_chained = not hasattr(optimizer, "pieces")  # a Chained has no method `pieces`
     return optimizer.state_dict() if is_chained else state_dict_of(optimizer, with_fresh=False)
 
 
@@ -125,7 +128,7 @@ def whole_value(parts, label):
     Raises ValueError: the FlatShards don't cover the whole value.
     """
     for part in parts:
-        if not isinstance(part, FlatShard):
+        if not isinstance(part, FlatShard):  # it is whole
             return part
     whole = torch.empty(parts[0].shape, dtype=parts[0].dtype, device="cpu")
     for shard in parts:
@@ -141,8 +144,8 @@ def whole_value(parts, label):
 def load_full_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any] | None) -> None:
     """Load the first rank's `state_dict`, made by `full_state_dict` or by a plain torch optimizer. Collective.
 
-    Other ranks may pass None. Load the model first, because if the state_dict has no "main_param" entries, the fp32
-    copies of 16-bit parameters get the values of the parameters.
+    Other ranks may pass None. Load the model first: if the state_dict has no "main_param" entries, the fp32 copies get
+    the values of the 16-bit parameters.
 
     Raises ValueError on every rank, before anything is changed, if the state_dict is from another model or optimizer.
     """
@@ -167,7 +170,7 @@ def cut_state_dict(optimizer, state_dict, source, error_prefix, group):
     without_state = broadcast(without_state, source, group)
     if without_state is None:
         raise UnfitModel("rank 0 must pass a dict with 'state' and 'param_groups', such as an optimizer's state_dict()")
-    # For each parameter a Part, which says which elements this rank updates. After reshard() a rank may have no parts.
+    # A Part for each parameter: it says what elements this rank updates. After reshard() a rank may have no parts.
     parts = []
     for member in getattr(optimizer, "optimizers", [optimizer]):  # a Chained has several optimizers
         if member.rank >= 0:
@@ -199,8 +202,7 @@ def broadcast(value, source, group):
 
 
 def as_unfit_model(error):
-    """Return an UnfitModel with the text of `error`; but return `error` if it ends the program, as an interrupt does.
-    """
+    """Return an UnfitModel with the text of `error`. An error that ends the program, such as an interrupt, stays."""
     return UnfitModel(str(error)) if isinstance(error, Exception) else error
 
 
@@ -217,8 +219,8 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
 
     Raises on every rank:
         TypeError: the optimizer is not of stage 3 or 4, or has DTensors.
-        RuntimeError: a rank is between backward() and step(); or there are several process groups with a state; or the
-            parts of the state don't make a whole.
+        RuntimeError: a rank is between backward() and step(); or several process groups have a state; or the parts of
+            the state don't make a whole.
     """
     optimizer = unwrapped_optimizer(optimizer)
     params = all_params(optimizer)
@@ -228,7 +230,8 @@ def reshard(optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup |
     if optimizer.rank >= 0:  # the rank is in the present process group; else it is -1
         optimizer.refuse_different_settings()
     all_ranks = saver_of(None).state_group
-    source = checked_source(optimizer, process_group, all_ranks)  # the whole state goes to this rank, and from there
+    # The whole state goes to this rank, which sends the new ranks their parts.
+    source = checked_source(optimizer, process_group, all_ranks)
     with errors_on_all(NOT_MOVED, all_ranks):
         state_dict = state_dict_of(optimizer) if optimizer.rank >= 0 else {"state": {}}
     state_dict["state"] = whole_states(state_dict["state"], len(params), source, NOT_MOVED, all_ranks)
@@ -277,7 +280,7 @@ def checked_source(optimizer, process_group, all_ranks):
 def ranks_of(process_group):
     """Return the ranks of `process_group`, or [] if this rank isn't in the group. None is the group of all ranks.
 
-    Raises TypeError if `process_group` isn't of this kind; ValueError if the group doesn't exist any more.
+    Raises TypeError if `process_group` is something else; ValueError if the group doesn't exist any more.
     """
     is_group = process_group is None or isinstance(process_group, dist.ProcessGroup)
     is_outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # new_group() returns it on other ranks

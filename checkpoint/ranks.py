@@ -16,11 +16,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-TIMEOUT = timedelta(minutes=30)  # so long a rank waits for another rank that writes or reads
-LONGEST_LINE = 500  # so many letters of an error's text are shown
-# The default process group -> {(ranks of a group, ranks of another group, …): Saver}. saver_of() fills the inner dict.
-# A key of it has a tuple of ranks for each process group over which a model is spread. The outer key is weak, so after
-# destroy_process_group() the Savers are gone, too.
+TIMEOUT = timedelta(minutes=30)  # how long a rank waits for another rank that writes or reads
+LONGEST_LINE = 500  # how many letters of an error's text are shown
+# The default process group -> {(ranks of a group, ranks of another group, …): Saver}. saver_of() adds the Savers. A key
+# of the inner dict has a tuple of ranks for each process group over which a model is spread. The outer key is weak, so
+# after destroy_process_group() the Savers are gone, too.
 SAVERS = weakref.WeakKeyDictionary()
 
 
@@ -68,8 +68,8 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
     The message names the rank that has failed, unless all ranks have the same error. An interrupt by Ctrl-C stays an
     interrupt on the rank that was interrupted.
 
-    as_checkpoint_error: a function that takes this rank's error, and returns an error of a subclass of CheckpointError,
-        or the same error. If it returns an error of another class, a CheckpointError with the same text is raised.
+    as_checkpoint_error: a function of this rank's error. If it returns an error of a subclass of CheckpointError, all
+        ranks raise that class; otherwise they raise CheckpointError.
     """
     own_error = None
     own_report = None  # what this rank tells the others: (class of the error, first line of its text)
@@ -93,7 +93,7 @@ def errors_on_all(error_prefix, group, as_checkpoint_error=lambda error: error):
 
 
 def error_of_this_rank(error, group):
-    """Return `error`; but if it is DCP's report about all ranks, return the error that it reports for this rank.
+    """Return this rank's error: `error`, or what DCP reports for this rank if `error` is its report about all ranks.
 
     Returns None if DCP reports errors of other ranks only.
     """
@@ -115,14 +115,14 @@ def first_line(error) -> str:
         text = error.strerror  # without the number of the error and the name of the file
     lines = text.strip().splitlines()
     line = lines[0] if lines else type(error).__name__
-    # Of a huge text not every letter is escaped. This first cut leaves enough to see below that the line is too long.
+    # A huge text is cut before its letters are escaped. What is left is still longer than LONGEST_LINE.
     letters = line[: 2 * LONGEST_LINE]
     line = "".join(letter if letter.isprintable() else repr(letter).strip("'") for letter in letters)
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} …"
 
 
 class Saving(Future):
-    """The Future of an asynchronous save: `save` returns it, and the thread of the Saver fills it by `run`."""
+    """The Future of an asynchronous save. `save` returns it, and the Saver's thread calls `run`."""
 
     was_asked = False  # whether a program has called result() since the save ended, and so has heard of its error
 
@@ -186,10 +186,9 @@ ALONE = Saver(None, None)  # the Saver of a program without process groups
 def saver_of(process_group, meshes=()) -> Saver:
     """Return the Saver of all ranks that share a model. Collective.
 
-    They are the ranks of `process_group`, and the ranks of `meshes`, the device meshes over which DTensors among the
-    parameters are spread. A rank belongs to one process group in each dimension of a mesh, and at first knows only the
-    ranks of its own groups. The ranks gather what they know over one group after the other. So in the end each rank
-    knows all ranks.
+    They are the ranks of `process_group`, and the ranks of `meshes`, the device meshes of DTensors. A rank belongs to
+    one process group in each dimension of a mesh, and at first knows only the ranks of its own groups. The ranks gather
+    what they know over one group after the other, until each rank knows all ranks.
 
     The first message is always sent in `process_group`, which the program has made: if a rank is missing, the other
     ranks get an error after the time-out of this group.

@@ -1,8 +1,8 @@
 """Adds to torch.distributed.checkpoint (DCP) checksums, checks of a checkpoint's content, and safe unpickling.
 
-DCP saves a checkpoint as a folder. A file `.metadata` in it describes the checkpoint: each value has a *key*, such as
-"model.layer.weight", and a tensor is stored as one or more *boxes*, rectangular parts. The other files have the content
-of the values. A *planner* of DCP decides which rank writes or reads what.
+DCP saves a checkpoint as a folder. A file `.metadata` in it describes the checkpoint, and the other files have the
+values. Each value has a *key*, such as "model.layer.weight". A tensor is stored as one or more *boxes*, rectangular
+parts. A *planner* of DCP decides which rank writes or reads what.
 
 `.metadata` is a pickle, and so is each value that is no tensor. A pickle may run any code when it is read. So here
 `.metadata` can only make objects of DCP's own classes, and torch.load(weights_only=True) reads the values.
@@ -36,8 +36,8 @@ METADATA = ".metadata"
 SUMS = "checksums.json"  # name of the file that has, for each other file: name -> [size in bytes, CRC-32]
 CHUNK = 2**20  # a file is read in pieces of this number of bytes
 DTYPES = {name for name, value in vars(torch).items() if type(value) is torch.dtype}
-# The classes and functions that a `.metadata` may name: module -> names. There are no names with a dot, because such a
-# name could lead to an attribute of an object, and so to other functions.
+# The classes and functions that a `.metadata` may name: module -> names. No name has a dot, because pickle would follow
+# it to an attribute of an object, and so to other functions.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
@@ -80,8 +80,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
                 unpickled(io.BytesIO(written.getvalue()))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                # If torch's unpickler refuses a class, its message has one of these two forms, and so one of the two
-                # groups of the pattern has the name of the class.
+                # If torch's unpickler refuses a class, its message has one of these two forms. Then one of the two
+                # groups of the pattern is the name of the class, and the other is None.
                 refused = re.search(r"GLOBAL ([\w.]+)|got <class '([\w.]+)'>", str(error))
                 if refused:
                     reason = f"it holds {refused[1] or refused[2]}"
@@ -107,14 +107,17 @@ class SummedFile(io.BufferedWriter):
 
 
 class SummingFileSystem(FileSystem):
-    """Computes a checksum of each file that it writes. DCP calls these methods."""
+    """Writes files, and computes a checksum of each. DCP calls these methods."""
 
     def __init__(self):
         self.sums = {}  # name of a file that was written -> (size in bytes, CRC-32)
 
     @contextlib.contextmanager
     def create_stream(self, path, mode):
-        """Open a file to write. When it is complete, note its size and checksum. Raise an error of the disk."""
+        """Open a file to write. When it is complete, note its size and checksum in `sums`.
+
+        If the disk has an error, that error is raised, and not the error that torch.save makes of it.
+        """
         with SummedFile(io.FileIO(path, mode)) as stream:
             try:
                 yield stream
@@ -124,20 +127,23 @@ class SummingFileSystem(FileSystem):
             self.sums[Path(path).name] = stream.n_bytes, stream.crc
 
     def rename(self, path, new_path):
-        """Rename a file, also in `sums`: DCP writes `.metadata` under another name first."""
+        """Rename a file, also in `sums`. DCP calls this, because it first writes `.metadata` under another name."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one file per rank, and flushes it to the disk. DCP reports a full disk only if it writes in one thread."""
+    """Writes one file per rank, and flushes it to the disk.
+
+    It writes in one thread, because otherwise DCP doesn't report a full disk.
+    """
 
     def __init__(self, folder):
         super().__init__(folder, sync_files=True, thread_count=1, overwrite=False)
-        self.fs = SummingFileSystem()  # DCP's attribute, which files.py reads, too
+        self.fs = SummingFileSystem()  # DCP writes files by this attribute; files.py reads its `sums`
 
     def storage_meta(self):
-        """Return what DCP writes into `.metadata` about the folder: nothing, as it gets another name when complete."""
+        """Return what DCP writes into `.metadata` about the folder: not its name, because that will change."""
         return StorageMeta()
 
 
@@ -145,9 +151,9 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a folder. Before that the constructor checks that the files are unchanged, and reads `.metadata` safely.
+    """Reads a folder. The constructor checks that the files are unchanged, and reads `.metadata` safely.
 
-    Raises DamagedCheckpoint: see checksum_of_folder() and opened().
+    Raises DamagedCheckpoint if a file is missing, has changed, or can't be read.
     """
 
     def __init__(self, folder, rank, n_ranks):
@@ -158,8 +164,7 @@ class Reader(dcp.FileSystemReader):
             check_boxes(self.metadata)
 
     def read_metadata(self, *args, **kwargs):
-        """Return the metadata that the constructor has read. DCP calls this; its own method would unpickle any object.
-        """
+        """Return the metadata that the constructor has read. DCP's own method would unpickle any object."""
         return self.metadata
 
 
@@ -167,14 +172,15 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's own planner, which also refuses missing keys and unused keys, and runs no code of a pickle.
 
     DCP calls create_local_plan() on every rank, then create_global_plan() on one rank with the plans of all ranks, and
-    then, on every rank, load_bytes() for each value that is no tensor. DCP sets the attributes `metadata`,
-    `state_dict` (the flat dict to fill), `original_state_dict` (the same with nested dicts) and `mappings` (key -> its
-    keys in the nested dicts).
+    then, on every rank, load_bytes() for each value that is no tensor. DCP has set these attributes before:
+        metadata: the content of `.metadata`
+        state_dict, original_state_dict: the values to replace, as a flat dict and as nested dicts
+        mappings: key of the flat dict -> its keys in the nested dicts
     """
 
     def __init__(self, may_be_unused):
         super().__init__()
-        # Beginnings of keys. If an unused key begins so, it is a warning and no error.
+        # Beginnings of keys. An unused key that begins so is no error.
         self.may_be_unused = tuple(may_be_unused)
 
     def create_local_plan(self):
@@ -182,7 +188,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         stored = self.metadata.state_dict_metadata  # key -> description of the value
         for key, value in self.state_dict.items():
             is_tensor = isinstance(value, torch.Tensor)
-            # Refuse if the key is missing, or if either the checkpoint or the state_dict has a tensor, and not both.
+            # Refuse if the key is missing, or if only one of the checkpoint and the state_dict has a tensor.
             if key not in stored or isinstance(stored[key], TensorStorageMetadata) != is_tensor:
                 raise ForeignCheckpoint(f"it is of another model or optimizer: it has no {key}")
         keys_used_here = list(self.state_dict)  # create_global_plan() reads them from the plan, which has room for data
@@ -194,8 +200,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         for key in self.metadata.state_dict_metadata.keys() - used:
             if not key.startswith(self.may_be_unused):
                 raise ForeignCheckpoint(f"it has {key}, which this model and optimizer don't have")
-            # No warning about a key of version 0.3, and about "extra", the values that other ranks have saved for
-            # themselves.
+            # There is no warning about a key of version 0.3, "about", or about what other ranks have saved for
+            # themselves, "extra".
             if not re.fullmatch(r"about|extra\.\d+", key):
                 warnings.warn(f"{key} of the checkpoint isn't loaded", stacklevel=2)
         return super().create_global_plan(plans)
@@ -226,8 +232,8 @@ def check_boxes(metadata):
         is_scalar = isinstance(stored, TensorStorageMetadata) and not stored.size
         if is_scalar:  # DCP's check, below, doesn't look at scalars. In DCP's words a box is a "chunk"
             require(len(stored.chunks) == 1, f"{key!r:.60} has no value")
-    # The first argument is a list of plans, which DCP's check only counts, so two times None will do. With one plan it
-    # would accept gaps. It returns a list of texts; torch 2.11 returns True if there are no problems.
+    # DCP's check only counts the plans, its first argument, and accepts gaps if there is one plan. So give it two. It
+    # returns a list of texts; torch 2.11 returns True if there are no problems.
     problems = _validate_global_plan([None, None], metadata)
     require(problems in ([], True), f"tensors aren't complete ({str(problems):.100})")
 
@@ -259,7 +265,7 @@ def renamed(metadata, stored_keys) -> dcp.Metadata:
 def opened(path):
     """Open a file of a checkpoint, to read. An error in the `with` block becomes a DamagedCheckpoint of this file.
 
-    The error of a disk stays as it is, because it says nothing about the content.
+    But an OSError stays, because it says nothing about the content.
     """
     try:
         require(path.is_file(), "it is missing, or no regular file")  # to open a FIFO, for example, would wait
@@ -268,7 +274,7 @@ def opened(path):
     except OSError:
         raise
     except Exception as error:
-        # The text of these two errors says what is wrong. The text of other errors is about the program.
+        # The texts of these two errors say what is wrong with the file. Other texts are about the program.
         has_text = isinstance(error, (ValueError, pickle.UnpicklingError))
         reason = str(error) if has_text else type(error).__name__
         raise DamagedCheckpoint(f"{path.name} is damaged: {reason}") from None
@@ -283,8 +289,8 @@ def require(condition, message):
 def checksum_of_folder(folder, rank, n_ranks) -> int:
     """Check the files of a checkpoint. Return a checksum that is equal on two ranks if they read the same folder.
 
-    A file of the folder, SUMS, has the sizes and checksums of the other files when they were written. Each of the
-    `n_ranks` ranks compares the sizes of all files, and the checksums of a part of the files, with what they are now.
+    The file SUMS has the sizes and checksums that the other files had when they were written. Each of the `n_ranks`
+    ranks checks the sizes of all files, and the checksums of every n_ranks-th file.
 
     Raises DamagedCheckpoint: a file is missing, or has changed since it was written.
     """

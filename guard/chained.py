@@ -23,9 +23,9 @@ from .state_dict import load_state_dicts
 
 
 def method_of_each(name):
-    """Return a method for Chained, which calls the method `name` of each optimizer that has a method of this name.
+    """Return a method for Chained. It calls the method `name` of each optimizer that has such a method.
 
-    The returned method joins the lists that these methods return to one list. A method that returns None adds no item.
+    It returns one list, with the items of all lists that these methods return. A method may also return None.
     """
     def method(self, *args, **kwargs):
         results = []
@@ -100,7 +100,7 @@ class Chained:
     def finish_grad_sync(self, **arguments):
         """Average the gradients of each optimizer over its ranks. Idempotent: averages aren't averaged again.
 
-        arguments: those of `clip_grad_norm_` or `scale_grads_`, by name, which stage 4 compares between the ranks.
+        arguments: the arguments of `clip_grad_norm_` or `scale_grads_`, by name. Stage 4 compares them between ranks.
         Raises what an optimizer's `finish_grad_sync` raises.
         """
         for optimizer in self.optimizers:
@@ -110,8 +110,7 @@ class Chained:
     def step(self, closure=None, *, grad_scaler=None):
         """Average the gradients of all optimizers, then step each optimizer.
 
-        If each optimizer averaged its gradients in its own step, the gradients of the second optimizer would be sent
-        after the parameters of the first optimizer.
+        Otherwise the gradients of the second optimizer would be sent after the parameters of the first optimizer.
 
         grad_scaler: torch.amp.GradScaler passes itself. If it finds an inf on any rank, all ranks skip the step.
         Returns the loss that `closure` returns, averaged over the ranks; without `closure`, None.
@@ -149,9 +148,8 @@ class Chained:
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
         """Scale the averaged gradients so that their norm over all optimizers is at most `max_norm`. Collective.
 
-        Ranks may have different optimizers. If n ranks have an optimizer, each of these ranks computes the norm of this
-        optimizer's gradients, and adds 1/n of the norm's p-th power (p = norm_type). So the sum over all ranks counts
-        the gradients of each optimizer once.
+        Ranks may have different optimizers. If n ranks have an optimizer, each of them adds 1/n of the p-th power of
+        the norm of its gradients (p = norm_type). So the sum over all ranks counts these gradients once.
 
         Returns the norm before clipping, a scalar tensor. Raises what an optimizer's `clip_grad_norm_` raises.
         """
@@ -173,8 +171,7 @@ class Chained:
     def state_dict(self):
         """Return a single state_dict of all optimizers, in the form of torch's optimizers. Not collective.
 
-        Parameters are counted through all optimizers: the first parameter of the second optimizer comes after the last
-        parameter of the first optimizer.
+        Parameters are counted through all optimizers, in the order of the optimizers.
         """
         state = {}
         groups = []

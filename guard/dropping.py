@@ -6,8 +6,9 @@ function `zero_grad` of this file in the place of torch.nn.Module.zero_grad whil
 
 Situation: the usual loop of a GAN calls netD.zero_grad(). The generator's backward pass has computed gradients of the
 discriminator too, and stage 4 has already sent these gradients. Without this file the discriminator's next step would
-use them. A loop that calls model.zero_grad() to skip a step has the same problem. If a program assigns
-`param.grad = None`, nothing notices it: a gradient that has left `param.grad` stays. Shown by
+use them. A loop that calls model.zero_grad() to skip a step has the same problem.
+
+Nothing notices an assignment `param.grad = None`, so a gradient that has left `param.grad` then stays. Shown by
 tests/stages/test_lost_gradients.py.
 """
 
@@ -26,7 +27,7 @@ def zero_grad(module, set_to_none=True):
     """Do what torch's Module.zero_grad does, and tell the owners of the parameters that their gradients are dropped.
 
     An owner is an optimizer, or its buffer, that has a gradient hook on a parameter. The owner's method `_drop_grads`
-    then drops the gradients that it keeps elsewhere. An owner that no longer exists is None here, and is left out.
+    then drops the gradients that it keeps elsewhere. An owner that no longer exists is None here, without this method.
     """
     TORCHS_ZERO_GRAD(module, set_to_none)
     params_of = {}  # owner -> the parameters of the module that have its hook

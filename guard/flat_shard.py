@@ -2,9 +2,9 @@
 
 Situation: a program saves and loads an optimizer with torch's `get_state_dict`, `dcp.save`, `dcp.load` and
 `set_state_dict`, as programs with FSDP2 do, on any number of ranks. In stages 3 and 4 of this project a rank has a
-range of the flat elements of a tensor, which may begin in the middle of a row. torch's DTensor can't describe such a
-range, because it is cut between rows. So the class FlatShard has the three methods by which
-torch.distributed.checkpoint (DCP) saves and loads tensor subclasses.
+range of the flat elements of a tensor, which may begin in the middle of a row. torch's DTensor is cut between rows and
+can't describe such a range. So the class FlatShard has the three methods by which torch.distributed.checkpoint (DCP)
+saves and loads tensor subclasses.
 
 DCP reads and writes *boxes*: rectangular parts of a tensor, each with offsets and a shape. A range of flat elements
 consists of several boxes, which `boxes_of` computes. Shown by tests/checkpoint/test_torch.py. Source of the protocol:
@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 class FlatShard(torch.Tensor):
     """A part of a *whole* tensor: the flat elements `start` to `stop` (excluded) of one box of the whole.
 
-    Its shape and dtype are those of the whole tensor. A FlatShard may have no elements (start == stop).
+    It has the shape and dtype of the whole tensor. It may have no elements (start == stop).
 
     Attributes:
         local: (stop - start,): the elements on this rank.
@@ -51,7 +51,7 @@ class FlatShard(torch.Tensor):
 
     @property
     def place(self):
-        """Return a tuple that two FlatShards have in common if they are the same elements of wholes of one shape."""
+        """Return a tuple. It is equal for two FlatShards if they are the same elements of wholes of the same shape."""
         return tuple(self.shape), self.offsets, self.sizes, self.start, self.stop
 
     def with_local(self, local):
@@ -60,7 +60,7 @@ class FlatShard(torch.Tensor):
                          self.gather)
 
     def boxes(self):
-        """Yield (offsets in the whole, elements) of each of the smaller boxes of which this range of elements consists.
+        """Yield (offsets in the whole, elements) for each of the smaller boxes that make up this range of elements.
 
         The elements have the shape of the smaller box.
         """
@@ -147,11 +147,11 @@ class FlatShard(torch.Tensor):
 
 
 def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
-    """Return [(offsets, sizes), …]: the boxes of which flat elements `start` to `stop` (excluded) of a tensor consist.
+    """Return [(offsets, sizes), …]: the boxes that make up flat elements `start` to `stop` (excluded) of a tensor.
 
-    The boxes come in the order of the elements. For example, elements 2 to 9 of a tensor of shape (3, 4) are three
-    boxes (a, b, c): the end of row 0, row 1, and the beginning of row 2. In a tensor of more dimensions a "row" has a
-    shape of its own, and the end of a row consists of several boxes, too.
+    The boxes come in the order of the elements. For example, elements 2 to 9 (excluded) of a tensor of shape (3, 4) are
+    three boxes: the end of row 0 (a), row 1 (b), and the beginning of row 2 (c). In a tensor of more dimensions a "row"
+    is a tensor itself, and its end consists of several boxes, too.
 
         . . a a
         b b b b
@@ -164,12 +164,12 @@ def boxes_of(shape, start, stop) -> list[tuple[tuple, tuple]]:
     boxes: list[tuple[tuple, tuple]] = []
     while start < stop:
         row, begin = divmod(start, row_numel)  # `begin` counts the elements of this row before `start`
-        n_rows = (stop - start) // row_numel  # so many whole rows have as many elements as are left, or fewer
+        n_rows = (stop - start) // row_numel  # how many whole rows the elements that are left can fill
         if begin == 0 and n_rows:  # a box of whole rows, which begins at 0 in all other dimensions
             boxes.append(((row, *[0] * len(row_shape)), (n_rows, *row_shape)))
             start += n_rows * row_numel
         else:
-            end = min(begin + stop - start, row_numel)  # the range ends there in this row
+            end = min(begin + stop - start, row_numel)  # where the range ends in this row
             boxes += [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_of(row_shape, begin, end)]
             start += end - begin
     return boxes

@@ -1,20 +1,20 @@
-"""Keeps parameter groups equal: those of a distributed optimizer, of its inner optimizer, and of the other ranks.
+"""Keeps a distributed optimizer's parameter groups equal to its inner optimizer's, and to the other ranks' groups.
 
-A *parameter group* is torch's dict of parameters and their hyperparameters. A distributed optimizer has groups of all
-parameters of the model. The *inner optimizer* is the torch optimizer, AdamW for example, that updates this rank's part.
-It has as many groups, which have main parameters in place of parameters. A *main parameter* is a tensor that the inner
-optimizer steps: in stages 1 and 2 of this project a parameter of the model, in stages 3 and 4 a flat piece of a
-parameter, in fp32 if the parameter has 16 bits.
+    parameter group    torch's dict of parameters and their hyperparameters; a distributed optimizer has groups of all
+                       parameters of the model
+    inner optimizer    an optimizer of torch, such as AdamW, that updates this rank's part; it has as many groups, with
+                       main parameters in place of parameters
+    main parameter     a tensor that the inner optimizer steps: in stages 1 and 2 of this project a parameter, in stages
+                       3 and 4 a flat piece of a parameter, in fp32 if the parameter has 16 bits
 
 Situation: a program has an optimizer class of its own, which reads attributes of parameters, writes into its groups, or
 replaces the tensors that it steps. Shown by tests/stages/test_own_classes.py,
 `test_a_class_of_ones_own_trains_as_in_plain_torch`.
 
 Situation: a scheduler sets the lr from the loss of one rank (ReduceLROnPlateau). Ranks with different settings would
-silently mix two trainings. So the ranks compare their groups whenever they communicate anyway: in the constructor, in
-`add_param_group`, before the state of all ranks is gathered into one dict or saved in files, and in stage 4, as a
-checksum, before each step. If the inner optimizer writes a value into its groups, the ranks compare this value in the
-following step. Shown by tests/stages/test_users.py,
+silently mix two trainings. So the ranks compare their groups: in the constructor, in `add_param_group`, before the
+state is saved or gathered into one dict, and in stage 4, as a checksum, before each step. A value that the inner
+optimizer writes into its groups is compared in the following step. Shown by tests/stages/test_users.py,
 `test_settings_that_differ_between_ranks_are_an_error_on_every_rank`.
 """
 
@@ -74,10 +74,10 @@ def as_python(value):
 
 
 def share_attributes(groups, own_groups, param_of):
-    """Give each main parameter the attributes and the name of its parameter. (A class may read p.lr_mul, for example.)
+    """Give each main parameter the attributes of its parameter, such as `lr_mul`. Write the names into `own_groups`.
 
-    Afterwards the parameter and the main parameter share one dict of attributes. So if a program changes an attribute
-    of the parameter later, the inner optimizer reads the new value. The names are written into `own_groups`.
+    Both share one dict of attributes. So if a program changes an attribute of the parameter later, the inner optimizer
+    reads the new value.
 
     Args:
         groups: groups of the model's parameters.
@@ -96,17 +96,15 @@ class InnerTensors:
     """Main parameters and their gradients, which the inner optimizer has in stages 3 and 4.
 
     There main parameters are views of a buffer that is sent to the other ranks, and their gradients are views of a
-    buffer in which averaged gradients arrive. An optimizer class of a user's own may, in its step, assign `p.grad` or
-    `p.grad.data`, free gradients, call zero_grad(), or assign `p.data` instead of writing into `p`. With plain tensors
-    such a class trains. Here an assignment would cut the connection between a tensor and its buffer, so `take_back`
-    restores the connection after each step.
+    buffer in which averaged gradients arrive. A user's own class may assign `p.data`, `p.grad` or `p.grad.data` in its
+    step, or drop gradients. That cuts the connection between a tensor and its buffer. `take_back` restores the
+    connection after each step.
 
     Attributes:
         main_params: the main parameters, which the inner optimizer steps.
-        grads: the gradients of the main parameters. Before this object is made, each main parameter must have a `grad`,
-            a view of the buffer.
-        views: for each of these tensors, parameters first, another view of the same memory, which the class of the
-            inner optimizer can't reach.
+        grads: the gradients of the main parameters, views of the buffer. They must be there before this object is made.
+        views: for each of these tensors, first for the parameters, another view of the same memory. The class can't
+            reach these views.
     """
 
     def __init__(self, main_params):
@@ -115,9 +113,9 @@ class InnerTensors:
         self.views = [tensor.detach() for tensor in self.main_params + self.grads]
 
     def take_back(self):
-        """Make each tensor a view of its buffer again, and give each main parameter its gradient again; after a step.
+        """After a step, make each tensor a view of its buffer again, and give each main parameter its gradient again.
 
-        Main parameters keep their new values. The values of gradients aren't needed after a step.
+        Main parameters keep their new values. The values of gradients aren't needed any more.
         """
         tensors = self.main_params + self.grads
         address_of = torch.Tensor.data_ptr
@@ -146,8 +144,8 @@ def settings_of(groups, others=()):
     """Return {"lr of group 0": number, "betas[1] of group 0": number, …, **others}, for the ranks to compare.
 
     others: name -> value, further settings.
-    A value that is no number, no text and no CPU tensor of one element is left out. (To read a tensor on a GPU, the
-    rank would have to wait for the GPU.)
+    A value that is no number, no text and no CPU tensor of one element is left out. To read a tensor on a GPU, the rank
+    would have to wait for the GPU.
     """
     settings = dict(others)
     for number, group in enumerate(groups):
@@ -168,10 +166,8 @@ def settings_of(groups, others=()):
 def checksum_of(settings):
     """Return a checksum of the values in `settings`.
 
-    It has 31 bits, because callers send the checksum and its negative as int32. An all-reduce that takes the maximum of
-    both shows them the largest and the smallest checksum, and so whether all checksums are equal.
-
-    Floats count with nine digits, because a cosine schedule may differ in the last bit between two CPUs.
+    It has 31 bits, because callers also send its negative, as int32. Floats count with nine digits, because a cosine
+    schedule may differ in the last bit between two CPUs.
     """
     # Sorted by name, because ranks may have added the settings in another order.
     values = [f"{value:.9g}" if isinstance(value, float) else str(value) for _, value in sorted(settings.items())]

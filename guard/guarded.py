@@ -8,18 +8,18 @@ tensor that the inner optimizer steps for a part is a *main parameter*. The *gua
 
 Situation: training, from the constructor to a save. Python looks a method up in three classes, in this order: the
 DistributedOptimizer of a stage's `distributed.py`, which has the differences between stages; Guarded; and the core. At
-most one of the first two classes defines a method, so that `super()` means the core in both. The guard's `step` calls
-the core's `step` at its end. This core's `step` calls `sync_grads`, `step_own` and `sync_params`, and so calls the
-guard's methods of these names. A stage's class defines:
+most one of the first two classes defines a method, so that `super()` means the core in both. At its end the guard's
+`step` calls the core's `step`. The core's `step` calls `sync_grads`, `step_own` and `sync_params`: the guard's methods
+of these names, which call the core's. A stage's class defines:
 
     _refuse(named)              raise an error for parameters that the stage can't train; return [(name, tensor)], the
-                                tensors that the stage stores. In place of a DTensor that is this rank's local part
+                                tensors that the stage stores: parameters, and the local part of a DTensor
     _probe(make_optimizer, groups)   raise an error for an optimizer class that the stage can't run
     _takes_dtensors, _takes_channels_last   whether parameters may be of this kind
     _watch_shards(groups)       prepare the guard for parameters that `shard` has just divided between the ranks
     _owned_ranges()             return what `pieces` returns, or yield it: which elements this rank updates
-    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new, that
-                                is, not averaged yet in this step
+    _before_average(arguments)  raise an error for gradients that can't be averaged; return whether they are new: not
+                                averaged yet in this step
     _drop_grads(params, set_to_none)   drop gradients of `params`, for model.zero_grad(). A stage's buffer of gradients
                                 may have this method in place of the optimizer
     _take_model_changes()       copy what other code has written into the model's parameters to the main parameters
@@ -91,9 +91,7 @@ class Guarded(torch.optim.Optimizer):
 
     @property
     def _agreement_group(self):
-        """Return the group of all ranks that train these parameters. In variants/hybrid.py these are more ranks than in
-        `process_group`.
-        """
+        """Return the group of all ranks that train these parameters. In variants/hybrid.py it isn't `process_group`."""
         return self.process_group
 
     @torch.no_grad()
@@ -121,10 +119,11 @@ class Guarded(torch.optim.Optimizer):
         params = [param for group in groups for param in group["params"]]
         # A program that splits parameters by weight decay, for example, may add an empty group.
         own_groups = super().shard(groups) if params else without_params(groups)
-        # The core has broadcast the first rank's values into the parameters, and autograd hasn't noticed it. With a new
-        # version number of the parameters, autograd refuses a backward pass through a graph that has read old values.
+        # The core has broadcast the first rank's values into the parameters. A new version number tells autograd, which
+        # then refuses a backward pass through a graph that has read old values.
         torch.autograd.graph.increment_version(params)
         self._watch_shards(groups)
+        # _owned_ranges() returns [(param, start, stop, main), …].
         param_of = {main: param for param, _, _, main in self._owned_ranges()}
         share_attributes(groups, own_groups, param_of)
         return own_groups
@@ -149,8 +148,7 @@ class Guarded(torch.optim.Optimizer):
             self._grad_factor = n_ranks / divisor_of(self.average_over, n_ranks)
 
     def _param_ids(self):
-        """Return for each group the ids of its parameters. (Ids are compared, because == of tensors compares elements.)
-        """
+        """Return for each group the ids of its parameters, because == of tensors would compare elements."""
         return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _move_to(self, process_group):
@@ -160,10 +158,8 @@ class Guarded(torch.optim.Optimizer):
         """
         self.process_group = process_group
         self._n_steps = 0
-        if dist.get_rank(process_group) >= 0:
-            own_groups = self.shard(self.param_groups)
-        else:
-            own_groups = without_params(self.param_groups)
+        is_inside = dist.get_rank(process_group) >= 0  # whether this rank is in the group
+        own_groups = self.shard(self.param_groups) if is_inside else without_params(self.param_groups)
         self.optimizer = self.make_optimizer(own_groups)
         self._note_shards()
 
@@ -203,9 +199,9 @@ class Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_grads(self, **arguments):
-        """Average the gradients as the core does, if they aren't averaged yet; by the divisor that `average_over` says.
+        """Average the gradients as the core does, if they aren't averaged yet. `average_over` says by which divisor.
 
-        arguments: those of `clip_grad_norm_` or `scale_grads_`, by name; stage 4 compares them between the ranks.
+        arguments: the arguments of `clip_grad_norm_` or `scale_grads_`, by name. Stage 4 compares them between ranks.
         """
         are_new = self._before_average(arguments)  # whether they aren't averaged yet in this step
         super().sync_grads()
@@ -218,12 +214,12 @@ class Guarded(torch.optim.Optimizer):
             self._states.cut_whole_tensors()
         self._take_model_changes()
         # torch's hooks for all optimizers run around our step. They must not run around the inner optimizer's, too.
-        # (`any`: at least one of the two dicts of hooks isn't empty.)
+        # `any`: one of torch's two dicts of hooks isn't empty.
         hooks_off = without_global_hooks() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
         with hooks_off, profiler_range("inner step"):
             super().step_own()
         for group, own_group in zip(self.param_groups, self.optimizer.param_groups):
-            group.update(hyperparameters(own_group))  # a class may write into its groups, for example count steps there
+            group.update(hyperparameters(own_group))  # a class may write into its groups, for example a count of steps
         self._n_steps += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -244,13 +240,13 @@ class Guarded(torch.optim.Optimizer):
         Freeze a layer on all ranks or on none, and before backward(). Collective.
 
         Args:
-            arguments: those of `clip_grad_norm_` or `scale_grads_`, by name. Stage 4 compares them between the ranks.
+            arguments: the arguments of `clip_grad_norm_` or `scale_grads_`, by name, which stage 4 compares.
 
         Raises:
             RuntimeError: a parameter received no gradient in stage 4, or a gradient was assigned too late, or a
-                parameter's `data` was replaced; or `arguments` or the parameter groups of the ranks differ, in lr for
-                example. Stage 4 raises it on every rank. But if the ranks have agreed on this step's gradients before,
-                for example in `clip_grad_norm_`, a later error is raised on this rank alone.
+                parameter's `data` was replaced; or the ranks have different `arguments` or parameter groups. Stage 4
+                raises it on every rank. But after the ranks have agreed on this step's gradients, for example in
+                `clip_grad_norm_`, an error is raised on this rank alone.
         """
         self.sync_grads(**arguments)
 
@@ -295,11 +291,10 @@ class Guarded(torch.optim.Optimizer):
         return all_params(self.optimizer)
 
     def pieces(self):
-        """Return [(param, start, stop, main), …]: what this rank updates.
+        """Return [(param, start, stop, main), …]: this rank updates elements start:stop of the flattened `param`.
 
-        It updates elements start:stop of the flattened `param`. The inner optimizer has them as the tensor `main`.
-        state_dict.py and checkpoint/ call this method. It first copies what other code has written into the model's
-        parameters, or into states, to the tensors of the inner optimizer.
+        The inner optimizer has these elements as the tensor `main`. Other code may have written into the model's
+        parameters or into states. That is first copied to the tensors of the inner optimizer.
         """
         with torch.no_grad():
             self._take_model_changes()
@@ -350,7 +345,7 @@ class Guarded(torch.optim.Optimizer):
     def _stepped_as(self, param):
         """Return the (shape, dtype) that schema.py steps on trial in place of this rank's piece of `param`.
 
-        The dtype is that of main parameters: fp32 for a parameter of 16 bits. Stages 1 and 2 override this method.
+        Main parameters have this dtype: fp32 for a parameter of 16 bits. Stages 1 and 2 override this method.
         """
         shape = param.shape if self._steps_whole_params else TRIAL_SHAPE
         return shape, torch.promote_types(param.dtype, torch.float32)
@@ -387,19 +382,19 @@ class Guarded(torch.optim.Optimizer):
         return ""
 
     def __getstate__(self):
-        """Raise TypeError: copy and pickle call this method."""
+        """Refuse a copy or a pickle: Python calls this method for both."""
         raise TypeError("DistributedOptimizer can't be copied or pickled, it is one part of d: use state_dict()")
 
     # Lightning and Fabric wrap an optimizer in an object of a new class, which inherits from their wrapper and from our
-    # class. A method of our class would then get the wrapper as `self`: it would assign attributes to the wrapper, and
-    # would find the wrapped optimizer in `self.optimizer`, where it expects the inner optimizer. So the new class gets
-    # a ForwardedAttribute (see the end of this file) in place of each attribute of our class. It reads and writes the
-    # attribute of the wrapped optimizer. Shown by tests/stages/test_wrappers.py.
+    # class. So a method of our class would get the wrapper as `self`. It would assign attributes to the wrapper, and
+    # `self.optimizer` would be the wrapped optimizer and not the inner optimizer. So the new class gets a
+    # ForwardedAttribute in place of each attribute of our class, which reads and writes the attribute of the wrapped
+    # optimizer. Shown by tests/stages/test_wrappers.py.
 
     def __new__(cls, *args, **kwargs):
-        # Nobody calls the constructor of a wrapper's class: Lightning makes the wrapper first, and then gives it the
-        # new class. So if `cls` is called, it is no wrapper's class but, for example, a user's subclass, which needs no
-        # ForwardedAttribute. Remove what __init_subclass__ has put there.
+        # Lightning makes the wrapper first, and then gives it the new class, whose constructor nobody calls. So a class
+        # that is called is no wrapper's class but, for example, a user's subclass. Remove the ForwardedAttributes that
+        # __init_subclass__ has put there.
         for kind in cls.__mro__:
             for name, value in list(vars(kind).items()):
                 if isinstance(value, ForwardedAttribute):

@@ -29,10 +29,10 @@ active_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # a funct
 
 
 def untraced(function):
-    """Return a function that does what `function` does. torch.compile compiles neither it nor the functions it calls.
+    """Return a function that calls `function`. torch.compile compiles neither of them, nor the functions they call.
 
-    torch.compiler.disable() alone would do this too. But a call of the wrapper that it makes takes longer than a hook
-    does, so the wrapper is only used while torch compiles.
+    torch.compiler.disable(function) would do this, too, but a call of its result takes longer than a hook does. So it
+    is only used while torch compiles.
     """
     @skip
     @functools.wraps(function)  # so that a model which has this function as a hook can be pickled
@@ -46,19 +46,19 @@ def untraced(function):
 def hook_gradient(param, method, takes_gradient=False):
     """Let autograd call `method` with `param` when the gradient of `param` is complete. Returns a handle of the hook.
 
-    `method` is a method of an optimizer or of its buffer, the *owner* of the hook. The hook refers to its owner weakly.
-    A frozen parameter gets a hook too, because a program may unfreeze it later.
+    `method` is a method of an optimizer or of its buffer, which is then the *owner* of the hook. A frozen parameter
+    gets a hook too, because a program may unfreeze it later.
 
     takes_gradient: whether `method` takes the gradient out of `param.grad`. If an earlier optimizer has such a hook on
         `param`, that hook is removed, because it would leave no gradient for `method`.
     """
-    # No weakref.WeakMethod, because it prints an error for each parameter as Python ends. When the owner is gone, its
-    # hook is removed. `handle` is assigned at the end of this function.
+    # When the owner is gone, the lambda removes its hook; `handle` is assigned at the end of this function. (A
+    # weakref.WeakMethod would print an error for each parameter as Python ends.)
     weak_owner = weakref.ref(method.__self__, lambda _: handle.remove())
     function = method.__func__
 
-    # This function does what `untraced` does, without a further call for each parameter. It is needed because a program
-    # may compile a function that calls backward().
+    # A program may compile a function that calls backward(). So `hook` does what `untraced` does, without a further
+    # call for each parameter.
     @skip
     def hook(param):
         owner = weak_owner()
@@ -82,20 +82,19 @@ def hook_gradient(param, method, takes_gradient=False):
 
 
 def owners_of(param):
-    """Return the owners of the gradient hooks on `param`: optimizers and buffers, or None if an owner no longer exists.
-    """
+    """Return the owners of the gradient hooks on `param`. In place of an owner that no longer exists it has None."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
 
 
 def call_hooks_around_step(classes):
-    """Let the `step` of the first of `classes` that defines a `step` call torch's step hooks before and after itself.
+    """Let the core's `step` call torch's step hooks before and after itself.
 
-    torch changes a class in this way when a program makes the first object of the class. It then also sets the mark
-    `hooked`, so that no step is changed twice. But torch would change the DistributedOptimizer's class, and the hooks
-    must run around the step of its core, the base class with the algorithm alone.
+    The *core* is the base class of a DistributedOptimizer that has the algorithm alone. `classes`: the core and its
+    base classes, of which the first that defines a `step` is changed.
 
-    classes: the core and its base classes.
+    torch itself would change the DistributedOptimizer's `step` so, when a program makes the first object of the class.
+    Its mark `hooked` says that a step is changed already.
     """
     core = next(cls for cls in classes if "step" in vars(cls))
     if not hasattr(core.step, "hooked"):
@@ -107,8 +106,8 @@ def call_hooks_around_step(classes):
 def closure_returns(loss, optimizer):
     """Within this context, pass `optimizer.step` a closure that returns `loss`, if `step` takes a closure.
 
-    An optimizer class may compute with the loss, as Polyak's step size does. A class that calls its closure a second
-    time expects new gradients. But gradients are averaged once per step, so a second call is an error.
+    An optimizer class may compute with the loss, as Polyak's step size does. A second call of the closure is an error:
+    it would have to bring new gradients, and gradients are averaged once per step.
     """
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         yield
@@ -133,12 +132,12 @@ def closure_returns(loss, optimizer):
 
 @contextlib.contextmanager
 def without_global_hooks():
-    """Within this context, let torch's dicts of hooks for all optimizers be empty; afterwards they are as before.
+    """Empty torch's dicts of hooks for all optimizers within this context, because they are for the program's steps.
 
-    An inner optimizer or a trial steps in this context, because the hooks are for the program's own steps.
+    An inner optimizer or a trial (schema.py, probe.py) steps in this context.
     """
     copies = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
-    for hooks, _ in copies:
+    for hooks in GLOBAL_HOOKS:
         hooks.clear()
     try:
         yield

@@ -1,15 +1,16 @@
 """Refuses optimizer classes that would update the parts of a model differently from the whole model.
 
 In this project's distributed optimizers each rank updates a *share* of the model's tensors by an optimizer class such
-as torch's AdamW. In stages 1 and 2 (two of the four versions) a share has whole tensors; in stages 3 and 4 it has flat
-pieces of tensors, which are views of one flat memory.
+as torch's AdamW. In stages 1 and 2 (two of the four versions) a share has whole tensors. In stages 3 and 4 it has flat
+pieces of tensors, which are views of one flat memory. Classes that can't work so:
 
-Some optimizers, such as Lamb and Muon, are not element-wise, so they update a piece of a tensor differently. Others,
-such as Prodigy, compute with all tensors together, so they update the tensors of one rank differently. A class of a
-user's own may keep a reference to a gradient whose memory a stage overwrites before the next step, or may replace the
-parameter groups. A trial finds such classes before anything is changed: on tensors of its own it builds and steps the
-class as the ranks of a stage would do, builds and steps it once more on whole, plain tensors, and compares the results.
-Shown by tests/stages/test_probe.py and tests/stages/test_own_classes.py.
+- Lamb and Muon are not element-wise: they update a piece of a tensor differently.
+- Prodigy computes with all tensors together: it updates the tensors of one rank differently.
+- A user's own class may replace the parameter groups, or keep a gradient whose memory a stage overwrites.
+
+A trial finds these classes before anything is changed. On tensors of its own it steps the class as the ranks of a stage
+would do. Then it steps the class on whole, plain tensors, and compares the results. Shown by tests/stages/test_probe.py
+and tests/stages/test_own_classes.py.
 """
 
 import collections
@@ -24,15 +25,15 @@ from .groups import InnerTensors, hyperparameters
 from .hooks import without_global_hooks
 from .schema import reason_of
 
-# (number of steps, whether all these steps have the same gradient, magnitude of gradients). Steady gradients show
-# differences that accumulate over steps. Large gradients show that a class clips. The later phases show rules that hold
-# only from some step on.
+# (number of steps, whether all these steps have the same gradient, magnitude of gradients). Differences accumulate over
+# steps with the same gradient. Large gradients show that a class clips. The later phases show rules that hold only from
+# some step on.
 PHASES = [(20, True, 1.0), (4, False, 1e-3), (4, False, 1.0), (4, False, 1e3)]
 # (dtype of the trial, tolerance relative to how far values move). A class that can't update fp64 is tried in fp32.
 PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-3)]
 SMALL_SHAPES = {0: (), 1: (9,), 2: (8, 8)}  # number of dimensions -> shape; for more dimensions see small_shape()
-# Key of each trial that has passed in this process -> whether the class left gradients. `check` fills the dict, so that
-# a program which builds many optimizers waits for one trial.
+# Key of each trial that has passed in this process -> whether the class left gradients. `check` adds them, so that a
+# program with many optimizers waits for one trial only.
 PASSED: dict[tuple, bool] = {}
 
 
@@ -47,7 +48,7 @@ class Trial(NamedTuple):
 class Outcome(NamedTuple):
     """What a trial has shown."""
     moved: list  # for each phase by how much each value has changed, (numel,)
-    leaves_grads: bool  # whether a gradient is left after the last step: a class may end its step with zero_grad()
+    leaves_grads: bool  # whether a gradient is left after the last step, because a class may call zero_grad() in step()
 
 
 def check_elementwise(make_optimizer, groups, unit=1, make_plain=None):
@@ -74,13 +75,13 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
     Args:
         make_optimizer: functools.partial of the optimizer class with its arguments. Called with groups, it makes the
             optimizer of a share.
-        groups: the parameter groups of the program, of which only hyperparameters, shapes, dtypes and devices are read.
+        groups: the parameter groups of the program. Values of parameters are not read.
         unit: pieces of tensors start at multiples of this number of elements. None: a share has whole tensors.
         are_views: whether the class steps views of flat memory. All steps then find their gradients in the same memory.
         refusal: text of the error. The first {} is for the optimizer's name, the second {} for the reason.
-        make_plain: like `make_optimizer`, for the one rank that has whole, plain tensors. None: `make_optimizer`.
+        make_plain: like `make_optimizer`, for the single rank. None: `make_optimizer`.
 
-    Returns whether the class leaves gradients after its step, in a trial of at least one of the groups.
+    Returns whether the class leaves gradients after its step, in at least one trial.
 
     Raises:
         ValueError: a step fails, or the results differ.
@@ -99,8 +100,8 @@ def check(make_optimizer, groups, unit, are_views, refusal, make_plain=None):
                 except Exception as failure:  # Muon, for example, can't step a piece of a matrix, which is a vector
                     raise ValueError(refusal.format(name, reason_of(failure))) from failure
                 if not are_alike(whole, shared, tolerance):
-                    # Is it because tensors are views, or because they are pieces? Let one rank step views of whole
-                    # tensors: unit None, are_views True.
+                    # To find the reason, let one rank step views of whole tensors (unit None, are_views True). If that
+                    # differs, too, the reason is that tensors are views. Otherwise it is that they are pieces.
                     whole_views = run(trial, make_plain, 1, dtype, None, True) if are_views else whole
                     if not are_alike(whole, whole_views, tolerance):
                         raise ValueError(f"{name} steps views otherwise than parameters: keep p.grad.clone(), not "
@@ -147,12 +148,12 @@ def large_shape(n_dims, n_rows, numel):
 
 
 def unsharded(trial, make_optimizer):
-    """Return (Outcome of one rank that updates everything, dtype, tolerance), for the first of PRECISIONS that works.
+    """Let one rank update whole, plain tensors. Return (Outcome, dtype, tolerance) of the first precision that works.
 
     Raises ValueError: the class can't update tensors of either dtype.
     """
     for dtype, tolerance in PRECISIONS:
-        try:
+        try:  # 1 rank, unit None, are_views False
             return run(trial, make_optimizer, 1, dtype, None, False), dtype, tolerance
         except Exception as failure:
             cause = failure  # a second name, because Python deletes `failure` at the end of this block
@@ -171,7 +172,7 @@ def trials_of(groups):
     for group in groups:
         if group["params"]:
             kinds[repr({**hyperparameters(group), "lr": None, "initial_lr": None})].append(group)
-    for alike in kinds.values():
+    for alike in kinds.values():  # groups of one kind
         fastest = max(alike, key=lambda group: group.get("lr") or 0)
         options = hyperparameters(fastest)
         device = fastest["params"][0].device
@@ -185,9 +186,9 @@ def trials_of(groups):
         n_tensors = max(3, len(small_shapes))
         yield Trial(options, device, (small_shapes * 3)[:n_tensors], PHASES)
         # 8-bit optimizers use 8 bits only for some numbers of elements: more than 4096 or 65536, a power of two, or a
-        # multiple of 256 or 2048. A tensor of 2**17 elements meets each of these rules, and a third of it is no such
-        # multiple. bitsandbytes uses 8 bits from 4096 elements on, so for 6144 elements, but not for a half or a third.
-        # As matrices the two numbers of elements are 512 rows of 256 columns, and 48 rows of 128 columns.
+        # multiple of 256 or 2048. 2**17 elements meet each of these rules, and a third of them is no such multiple.
+        # bitsandbytes uses 8 bits from 4096 elements on: for 6144 elements, but not for a half or a third of them.
+        # The matrices have 512 rows of 256 columns, and 48 rows of 128 columns.
         for n_rows, numel in (512, 2**17), (48, 6144):
             shapes = [large_shape(n, n_rows, numel) for n in n_dims if n > 1]
             yield Trial(options, device, shapes or [(numel,)], phases=[(2, False, 1.0)])
@@ -195,16 +196,16 @@ def trials_of(groups):
 
 @torch.no_grad()
 def run(trial, make_optimizer, n_ranks, dtype, unit, are_views):
-    """Let `n_ranks` ranks, all in this process, update a share each, by an optimizer each. Returns an Outcome.
+    """Let `n_ranks` ranks, which this process plays, update a share each, with an optimizer each. Returns an Outcome.
 
-    dtype: the dtype of all tensors. The next two arguments are explained in `check`.
+    dtype: the dtype of all tensors. unit, are_views: see `check`.
     """
     options, device, shapes, phases = trial
     values = torch.linspace(-1, 1, sum(map(math.prod, shapes)), dtype=dtype, device=device)  # of all tensors, flat
     grads = torch.zeros_like(values)  # the gradients of all tensors, flat
     shares = shares_of(values, shapes, n_ranks, unit)  # for each rank the parameters that it updates
-    places = list(itertools.chain(*shares))  # for each parameter the view of `values` where its values belong
-    if not are_views:  # then a parameter is no such view, but a tensor of its own
+    places = list(itertools.chain(*shares))  # for each parameter its place, a view of `values`
+    if not are_views:  # then a parameter isn't its place, but a copy
         shares = [[place.clone().requires_grad_() for place in share] for share in shares]
     params = list(itertools.chain(*shares))
     # For each parameter its gradient, a view of `grads`.
@@ -212,7 +213,8 @@ def run(trial, make_optimizer, n_ranks, dtype, unit, are_views):
     optimizers = [make_optimizer([{**copy.deepcopy(options), "params": list(share)}]) for share in shares]
     for param, view in zip(params, grad_views):
         param.grad = view
-    inner_tensors = InnerTensors(params)  # makes all tensors views again after a step, as stages 3 and 4 do
+    # As in stages 3 and 4, take_back() makes all tensors views again if a step has put others in their place.
+    inner_tensors = InnerTensors(params)
     generator = torch.Generator().manual_seed(0)
     moved = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_global_hooks():
@@ -230,16 +232,16 @@ def run(trial, make_optimizer, n_ranks, dtype, unit, are_views):
                 if are_views:
                     inner_tensors.take_back()
             for place, param in zip(places, params):
-                place.copy_(param)  # changes nothing if `param` is this view
+                place.copy_(param)  # changes nothing if `param` is its place
             moved.append(values - before)
     leaves_grads = any(param.grad is not None and bool(param.grad.any()) for param in params)
     return Outcome(moved, leaves_grads)
 
 
 def shares_of(flat, shapes, n_ranks, unit):
-    """Return for each rank its share, a list of views of `flat`, (numel,): whole tensors of `shapes`, or flat pieces.
+    """Return for each rank its share: a list of views of `flat`, which are whole tensors or flat pieces.
 
-    `flat` has the elements of all tensors, one tensor after the other.
+    flat: (numel,), the elements of all tensors, one tensor after the other. shapes: of these tensors.
     unit: pieces start at multiples of this number of elements in a tensor. None: each rank in turn gets a whole tensor.
     """
     shares = [[] for _ in range(n_ranks)]

@@ -1,7 +1,7 @@
-"""Refuses parameters and arguments that a stage can't work with.
+"""Refuses parameters and arguments that a stage can't work with: raises an error on every rank before anything changes.
 
-To refuse is to raise an error on every rank, before anything is changed. A *stage* is one of the four versions of the
-distributed optimizer: in stages 1 and 2 each rank updates whole parameters, in stages 3 and 4 pieces of parameters.
+A *stage* is one of the four versions of the distributed optimizer. An *inner optimizer*, such as torch's AdamW, updates
+a rank's part of the parameters: whole parameters in stages 1 and 2, pieces of parameters in stages 3 and 4.
 
 Examples: parameters share memory, or are on several devices, or the ranks have different models. Shown by
 tests/stages/test_contract.py, `test_refuses_before_anything_changes`.
@@ -20,15 +20,14 @@ from .groups import checksum_of, first_difference, named_params, settings_of
 class ParamsReader(torch.optim.Optimizer):
     """Reads `params` and fills in hyperparameters as torch does. It never steps.
 
-    A class of its own, because torch changes the `step` of a class when the first object of the class is made.
+    It has a class of its own, because torch changes the `step` of a class when the first object of the class is made.
     """
 
 
 def checked_groups(optimizer, params, settings):
     """Return `params` as parameter groups with all hyperparameters, or raise an error on every rank. Collective.
 
-    It also sets `optimizer._leaves_grads`: whether the inner optimizer, which updates this rank's part of the
-    parameters, leaves their gradients as they are.
+    It also sets `optimizer._leaves_grads`: whether the inner optimizer leaves gradients as they are.
 
     Args:
         optimizer: a distributed optimizer under construction, or one that gets a further group.
@@ -39,12 +38,15 @@ def checked_groups(optimizer, params, settings):
         RuntimeError: this rank is not in the process group.
         TypeError: `process_group` is no group, or `optimizer_cls` no class.
         TypeError, ValueError, KeyError: torch can't read `params`, or `optimizer_cls` refuses its arguments.
-        ValueError: there are no parameters; or a parameter can't be sharded or updated, because it shares memory with
-            another parameter, is sparse, integer or 8-bit, has gaps in memory, is on another device, or is refused by
-            the stage's `_refuse`; or the ranks disagree; or the stage's `_probe` refuses `optimizer_cls`.
+        ValueError:
+            - there are no parameters;
+            - a parameter shares memory with another parameter, is sparse, integer or 8-bit, has gaps in memory, or is
+              on another device;
+            - the ranks disagree;
+            - the stage's method `_refuse` refuses a parameter, or its `_probe` refuses `optimizer_cls`.
     """
     process_group = optimizer._agreement_group
-    # dist.new_group() returns an int on ranks outside of the group. The second check refuses it.
+    # dist.new_group() returns an int on ranks outside of the group. The check of get_rank() refuses it.
     if not isinstance(process_group, (dist.ProcessGroup, int, type(None))):
         kind = type(process_group).__name__
         raise TypeError(f'process_group must be a ProcessGroup, such as mesh["dp"].get_group(), not a {kind}')
@@ -67,12 +69,12 @@ def checked_groups(optimizer, params, settings):
         check_params(named, optimizer._takes_dtensors)
         stored = optimizer._refuse(named)  # the stage's own checks. [(name, tensor that the stage stores), …]
         check_memory(stored, optimizer._takes_channels_last)
-        settings = {name: str(value) for name, value in settings.items()}  # for the ranks to compare
+        settings = {name: str(value) for name, value in settings.items()}  # the ranks compare these texts
         settings["average_over"] = divisor_of(optimizer.average_over, dist.get_world_size(process_group))
         settings["optimizer_cls"] = optimizer.make_optimizer.func.__name__
         for (name, tensor), (_, param) in zip(stored, named):
             frozen = "" if param.requires_grad else " frozen"
-            # If ranks differ, the error shows this text, which names the parameter. The key only has to be a new key.
+            # The key only has to be new, because the text names the parameter, and an error shows the text.
             settings[f"parameter {len(settings)}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
         settings.update(settings_of(groups))
     except Exception as refusal:
@@ -84,9 +86,9 @@ def checked_groups(optimizer, params, settings):
 
 
 def callable_or_refusal(optimizer_cls):
-    """Return `optimizer_cls`; but if it is no class, return a function that raises TypeError.
+    """Return `optimizer_cls`, or if it is no class, a function that raises TypeError.
 
-    So the error comes in `checked_groups`, where an error on one rank becomes an error on all ranks.
+    `checked_groups` calls the result. There an error on one rank becomes an error on all ranks.
     """
     def refuse(*_, **__):
         raise TypeError("optimizer_cls must be a class, such as torch.optim.AdamW, not an object of class "
@@ -98,14 +100,18 @@ def callable_or_refusal(optimizer_cls):
 def backends_of(process_group):
     """Return {device type: backend} of a group, such as {"cpu": "gloo"}.
 
-    If a program names no backend for a group, the group has a backend for each of several device types.
+    A group has several backends if the program names none.
     """
+    # torch turns the group's text, such as "cpu:gloo,cuda:nccl", into this dict.
     config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(process_group)))
     return config.get_device_backend_map()
 
 
 def check_params(named, takes_dtensors):
-    """Raise ValueError if one of [(name, parameter), …] can't be sharded or updated, whatever the stage."""
+    """Raise ValueError if no stage can shard or update one of `named`, which is [(name, parameter), …].
+
+    takes_dtensors: whether the stage takes DTensors.
+    """
     first_name, first = named[0]
     for name, param in named:
         if param.layout != torch.strided:
@@ -121,14 +127,15 @@ def check_params(named, takes_dtensors):
 
 
 def check_memory(named, takes_channels_last):
-    """Raise ValueError if one of [(name, tensor), …] has gaps in memory, or if two of the tensors share memory.
+    """Raise ValueError if a tensor of `named`, [(name, tensor), …], has gaps in memory or shares memory with another.
 
     If tensors share memory, the update of each tensor would overwrite the update of the other.
+
+    takes_channels_last: whether the stage takes torch's layout "channels last", which NCCL can send, too.
     """
-    # Number of dimensions -> another layout that is allowed.
+    # Number of dimensions -> that layout.
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d} if takes_channels_last else {}
     for name, tensor in named:
-        # NCCL can send tensors of the default layout and of this layout.
         other_layout = channels_last.get(tensor.dim(), torch.contiguous_format)
         if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=other_layout):
             raise ValueError(f"parameter {name} is not contiguous (strides {tensor.stride()}): use the default layout, "
@@ -148,8 +155,7 @@ def divisor_of(average_over, n_ranks):
     """
     if average_over is None:
         return n_ranks
-    is_group = isinstance(average_over, dist.ProcessGroup)
-    number = float(average_over.size()) if is_group else average_over
+    number = float(average_over.size()) if isinstance(average_over, dist.ProcessGroup) else average_over
     if isinstance(number, bool) or not isinstance(number, numbers.Real) or not 0 < number < math.inf:
         raise ValueError(f"average_over is {number}: it must be a process group of this rank, or a number above 0")
     return number
@@ -166,19 +172,20 @@ def data_replaced(name):
 def agree(error, settings, process_group, device):
     """Raise on every rank if a rank has an `error`, or if the ranks have different `settings`. Collective.
 
-    error: the exception of this rank, or None. A rank with an exception raises it; the other ranks raise an error with
-        the text of the first rank that has an exception.
+    error: the exception of this rank, or None. A rank with an exception raises it. Any other rank raises an error with
+        the text of the first exception.
     settings: name -> number or text.
     device: a device whose tensors the group can send.
     """
     checksum = checksum_of(settings)
     report = torch.tensor([error is not None, checksum, -checksum], device=device)
-    # The all-reduce takes the maximum of each number. The smallest checksum is the negative of the largest -checksum.
+    # The all-reduce takes the maximum of each number: whether any rank failed, and the largest checksum. The maximum of
+    # -checksum is minus the smallest checksum.
     dist.all_reduce(report, dist.ReduceOp.MAX, group=process_group)
     failed, largest, minus_smallest = report.tolist()
     if failed:
-        # Other ranks raise an exception of one of these classes of Python, because a class of a library may be missing
-        # there, or its constructor may take other arguments.
+        # Other ranks raise one of Python's own classes. A library's class may be missing there, or its constructor may
+        # take other arguments.
         kind = next((kind for kind in (TypeError, ValueError, KeyError) if isinstance(error, kind)), RuntimeError)
         own_report = None if error is None else (kind, str(error))  # what this rank tells the others
         reports = [None] * dist.get_world_size(process_group)
@@ -187,18 +194,18 @@ def agree(error, settings, process_group, device):
         for rank, report_of_rank in zip(ranks, reports):
             if report_of_rank:
                 kind, text = report_of_rank
-                raise error or kind(f"rank {rank}: {text}")  # each rank raises here, in the first turn with a report
-    # Checksums may also differ by the rounding of floats. Then first_difference() returns None.
+                raise error or kind(f"rank {rank}: {text}")  # each rank raises at the first report
+    # If checksums differ only by the rounding of floats, first_difference() returns None.
     if largest != -minus_smallest and (difference := first_difference(settings, process_group)):
         raise ValueError(f"the ranks disagree on parameters or arguments: {difference}")
 
 
 def silence_torch():
-    """Silence two warnings of torch. A constructor calls this function, so that an import changes no warning filter.
+    """Silence two warnings of torch. Constructors call this, because an import should change no warning filter.
 
     One warning asks programs to call two collectives by new names, which torch before 2.13 doesn't have. The other
-    warning says that a later GradScaler won't pass itself to `step`. Until then `step` needs it, to tell the scaler
-    about an inf on another rank.
+    warning says that a later GradScaler won't pass itself to `step`. Our `step` needs the scaler, to tell it about an
+    inf on another rank.
     """
     for message in (".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated",
                     "GradScaler is going to stop passing itself"):

@@ -1,11 +1,12 @@
 """Scales averaged gradients: clips them, or multiplies them by a factor.
 
 In a distributed optimizer of this project each rank has a part of the averaged gradients of the model. Clipping needs
-the norm of all parts together. The clipping functions of torch.nn.utils, which Trainer, accelerate, Lightning and many
-loops call, read `param.grad`. There they would find no gradient, or a gradient that isn't averaged yet. So the second
-half of this file makes a call of these functions an error. Shown by tests/stages/test_contract.py,
-`test_clipping_equals_torch_on_the_whole_model`, tests/stages/test_users.py, `test_torchs_clipping_is_refused`,
-and for DTensors by tests/stages/test_dtensor.py.
+the norm of all parts together.
+
+Trainer, accelerate, Lightning and many loops call the clipping functions of torch.nn.utils, which read `param.grad`.
+There they would find no gradient, or a gradient that isn't averaged yet. So the second half of this file makes such a
+call an error. Shown by tests/stages/test_contract.py, `test_clipping_equals_torch_on_the_whole_model`,
+tests/stages/test_users.py, `test_torchs_clipping_is_refused`, and for DTensors by tests/stages/test_dtensor.py.
 """
 
 import functools
@@ -21,9 +22,8 @@ from .refuse import data_replaced
 
 CLIPS = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_
 # Each of CLIPS is a wrapper that torch.no_grad has made. The wrapper's closure has one cell, which holds the function
-# that clips. `watch_torch` replaces the content of the cell, and leaves the wrapper as it is. So it also reaches
-# programs that have imported the wrapper by name.
-# If another release of torch makes them without a closure (None), there are too few cells, which is an error.
+# that clips. `watch_torch` replaces the content of the cell and leaves the wrapper, because a program may have imported
+# the wrapper by name. In another release of torch a wrapper may have no closure (None): then there are too few cells.
 CELLS = [cell for function in CLIPS for cell in function.__closure__ or ()]
 if len(CELLS) != len(CLIPS):
     raise ImportError(f"torch {torch.__version__} wraps clipping anew: see guard/scaling.py")
@@ -31,11 +31,11 @@ ALIVE: set[int] = set()  # ids of all DistributedOptimizers that exist; `watch_t
 
 
 def total_norm(optimizer, norm_type):
-    """Return the norm of all averaged gradients, a scalar tensor; each element counts once. Collective.
+    """Return the norm of all averaged gradients, a scalar tensor. Collective.
 
     The norm of a vector is the norm of the norms of its parts. The ranks of the optimizer's process group have the
-    parts of each gradient. The gradient of a DTensor is also cut over the ranks of other process groups, the groups of
-    its device mesh.
+    parts of each gradient. A DTensor's gradient is also cut over its mesh groups, the process groups of its device
+    mesh.
 
     A *main parameter* is a tensor that this rank updates: a parameter or a piece of it. Its `grad` is averaged.
     `optimizer.state`, a ByParameter of states.py, has lists of the main parameters.
@@ -49,8 +49,7 @@ def total_norm(optimizer, norm_type):
         grads = [main.grad for main in main_params if main.grad is not None]
         if not grads:
             grads = [torch.zeros(1, device=state.device)]  # because torch's norm of an empty list is on the CPU
-        # First compute the norm of this rank's parts. Then, for one group after the other, gather the norms of the
-        # group's ranks, and compute the norm of these norms.
+        # Compute the norm of this rank's parts, and then, for one group after the other, the norm of its ranks' norms.
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(state.norm_dtype)
         for group in (optimizer.process_group, *mesh_groups):
             norm = torch.linalg.vector_norm(tensors_of_ranks(norm, group), float(norm_type))
@@ -96,10 +95,10 @@ def refuse_unseen(clip_name, params):
 
     A program may clip each rank's own gradients by value on purpose, so for clip_grad_value_() this is a warning.
 
-    The owners of a parameter are the optimizers, or buffers of optimizers, that have a gradient hook on it. There are
-    two if a program has built a newer optimizer on the parameter. The attribute `_param_grad_holds` of an owner says
-    what is in `param.grad`: "averages"; "own", the gradient of this rank; or "nothing". The method `_is_moved` of an
-    owner in stage 4 says whether a program has replaced `param.data`, which the optimizer can't update then.
+    An owner of a parameter is an optimizer, or its buffer, that has a gradient hook on the parameter. There are two if
+    a program has built a newer optimizer on the parameter. An owner may have:
+        _param_grad_holds    what is in `param.grad`: "averages"; "own", the gradient of this rank; or "nothing"
+        _is_moved(param)     whether a program has replaced `param.data`, which stage 4 can't update then
     """
     for param in params:
         owners = owners_of(param)
@@ -107,14 +106,13 @@ def refuse_unseen(clip_name, params):
             raise data_replaced(f"of shape {tuple(param.shape)}")
         holds = {getattr(owner, "_param_grad_holds", None) for owner in owners}
         finds_none = "nothing" in holds and param.grad is None and param.requires_grad
-        # Even where `param.grad` should hold "nothing" there may be a gradient, which isn't averaged. For example, a
-        # backward pass in no_sync() has left it there, to be sent later.
+        # With "nothing", too, there may be a gradient that isn't averaged: a backward pass in no_sync() leaves it
+        # there, to be sent later.
         is_local = "averages" not in holds and not holds.isdisjoint(["own", "nothing"])
         finds_own = param.grad is not None and is_local
         if finds_own and clip_name == "clip_grad_value_":
-            # One warning is enough for all parameters. With this stacklevel it names the line of the program. That line
-            # has called torch's wrapper, which calls clip_or_refuse(), which calls the wrapper that `untraced` has made
-            # of this function.
+            # One warning is enough for all parameters. stacklevel=5 names the line of the program: from here up come
+            # the wrapper that `untraced` has made, clip_or_refuse(), torch's wrapper, and the program.
             warnings.warn("torch.nn.utils.clip_grad_value_() clips this rank's own gradient, not the average: call "
                           "finish_grad_sync() of the DistributedOptimizer first", stacklevel=5)
             return
@@ -125,14 +123,11 @@ def refuse_unseen(clip_name, params):
 
 
 def refusing(clip):
-    """Return a function that calls `refuse_unseen` and then torch's function `clip`.
-
-    functools.wraps notes `clip` as the returned function's `__wrapped__`, which `unwatch` reads.
-    """
-    @functools.wraps(clip)
+    """Return a function that calls `refuse_unseen` and then torch's function `clip`."""
+    @functools.wraps(clip)  # it sets the attribute `__wrapped__` to `clip`, which `unwatch` reads
     def clip_or_refuse(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        # Without a leading underscore, because torch's clip_grads_with_norm_ is defined as _clip_grads_with_norm_.
+        # torch defines clip_grads_with_norm_ under the name _clip_grads_with_norm_.
         refuse_unseen(clip.__name__.lstrip("_"), parameters)
         return clip(parameters, *args, **kwargs)
 
@@ -150,7 +145,7 @@ def watch_torch(optimizer):
             cell.cell_contents = refusing(cell.cell_contents)
         torch.nn.Module.zero_grad = zero_grad
     ALIVE.add(id(optimizer))
-    # Call unwatch() when `optimizer` is gone. Not at exit, because no program clips while Python ends.
+    # Python calls unwatch() when `optimizer` is gone, but not at exit, because no program clips then.
     weakref.finalize(optimizer, unwatch, id(optimizer)).atexit = False
 
 

@@ -3,13 +3,13 @@
 The state of a parameter is a dict. Its *entries* are, for example, "exp_avg", a moment, and "step". A *Schema*
 describes the entries. It is used in two situations:
 
-- A rank has no state of a parameter, because it has taken no step yet or because another rank updates the parameter.
-  But all ranks must save entries of the same names. By a trial every rank finds the same names without a message.
+- A program saves. All ranks must save entries of the same names, also a rank that has no state of a parameter. By a
+  trial every rank finds the same names without a message.
 - A program loads a state. A fused kernel reads as many elements of a moment as the parameter has. If the loaded moment
   is smaller, the kernel reads memory of something else. So the state is compared with the Schema before it is loaded.
 
-The trial makes a second optimizer of the class, which steps a parameter of the same shape: a FakeTensor, which has no
-memory, if the class can step it. Shown by tests/checkpoint/test_schema.py.
+For the trial a second optimizer of the class steps a parameter of the same shape. If the class can do it, the parameter
+is a FakeTensor, which has no memory. Shown by tests/checkpoint/test_schema.py.
 """
 
 import copy
@@ -23,7 +23,8 @@ from .hooks import without_global_hooks
 
 # Dtypes that an optimizer computes with. torch's load_state_dict() converts a tensor from any of them to another.
 COMPUTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-# Kind of optimizer and parameter -> what the trial has shown. schema_of() fills it, since a trial takes 80 ms.
+# Results of trials, each of which takes 80 ms. schema_of() adds them, and makes the keys: the optimizer class, its
+# arguments, and the kind of parameter.
 TRIED: dict[tuple, "Schema | None"] = {}
 
 
@@ -66,7 +67,7 @@ def schema_of(make_optimizer, options, shape, dtype, device) -> Schema | None:
 def with_sign_of_lr(options):
     """Return a copy of the hyperparameters with `lr > 0`, a bool, in place of lr.
 
-    It is a part of the key in TRIED, so that a schedule doesn't need a new trial for each learning rate.
+    So a schedule doesn't need a new trial for each learning rate.
     """
     rates = {key: options.get(key) for key in ("lr", "initial_lr")}
     # A rate that is a tensor stays, because it may be on a GPU.
@@ -75,8 +76,8 @@ def with_sign_of_lr(options):
 
 def try_step(make_optimizer, options, shape, dtype, device):
     """Step a parameter of this shape, dtype and device. Return the Schema, or None if the step fails."""
-    # FakeTensorMode makes tensors without memory. Some optimizers need real values. For them the step is tried again in
-    # the second context, which stands for no context: stepped_alone() enters no_grad() anyway.
+    # In FakeTensorMode tensors have no memory. For optimizers that need real values the step is tried once more: in
+    # no_grad(), which changes nothing here, because stepped_alone() enters it anyway.
     for mode in FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
             own_options = copy.deepcopy(options)
@@ -100,9 +101,9 @@ def stepped_alone(make_optimizer, options, param):
 
 
 def reason_of(failure):
-    """Return a text about an exception in a trial. Raise the exception if something else is to blame than the class.
+    """Return a text about an exception in a trial. Raise the exception if the class isn't to blame.
 
-    For example, there is not enough memory.
+    For example, the machine has no memory left.
     """
     kinds = MemoryError, OSError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError
     # If the CPU has no memory left, torch raises a RuntimeError that names its allocator.
@@ -115,8 +116,7 @@ def fresh_state(make_optimizer, options, main):
     """Return a state for the parameter `main` as if it had not been stepped: moments of zeros, and a count of 0.
 
     A second optimizer steps a copy of `main` with a gradient of zeros, so no tensor of the program changes. The weight
-    decay is 0 in this step, because it would make a momentum other than zero. Then the count is set to 0. (torch, too,
-    takes a step with gradients of zeros before it loads a state, but with the program's own optimizer.)
+    decay is 0 in this step, because it would make a momentum other than zero. Then the count is set to 0.
 
     Returns {} if the step fails.
     """
@@ -137,10 +137,11 @@ def fresh_state(make_optimizer, options, main):
 
 
 def check_state(schema, state, shape, name):
-    """Raise ValueError unless the `state` of a parameter of this shape is empty or fits the schema.
+    """Raise ValueError unless the `state` of a parameter of this shape fits the schema.
 
-    name: a text for the message. An empty state doesn't fit if the class makes a state in its constructor.
+    name: a text for the message, in which ":.60" cuts a text at 60 letters.
     """
+    # Without a schema every state fits. An empty state fits unless the class makes a state in its constructor.
     if schema is None or not (state or schema.from_start):
         return
     if not schema.entries.keys() <= state.keys():
@@ -159,13 +160,14 @@ def fits(entry, value, trial_shape, shape):
     """Return whether the state of a parameter of `shape` may have `value` where the trial step has made `entry`.
 
     value: a Spec in place of a tensor, or any value that is no tensor.
-    entry: from the Schema of a parameter of `trial_shape`, also a Spec or a value that is no tensor. None: the trial
-        step has made no entry of this name. Then a later step makes it. For example, some classes keep slow weights.
+    entry: a Spec or a value, from the Schema of a parameter of `trial_shape`. None: the trial has made no entry of this
+        name, but a later step of the class may. For example, some classes keep slow weights.
     """
     if entry is None:
         return not isinstance(value, Spec) or value.shape in ((), shape)
     if isinstance(entry, Spec) and isinstance(value, Spec):
         expected = shape if entry.shape == trial_shape else entry.shape
+        # `<=` of sets: both dtypes are in COMPUTABLE.
         are_dtypes_alike = value.dtype == entry.dtype or {value.dtype, entry.dtype} <= COMPUTABLE
         return value.shape == expected and are_dtypes_alike
     are_numbers = isinstance(entry, numbers.Number) and isinstance(value, numbers.Number)

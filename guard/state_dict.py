@@ -1,15 +1,18 @@
 """Makes a state_dict in torch's form of an optimizer whose state is spread over ranks, and loads such a state_dict.
 
 In the distributed optimizers of this project each rank updates a part of the parameters by an *inner optimizer*, such
-as torch's AdamW. The tensor that the inner optimizer steps is a *main parameter*: a parameter, or a flat piece of it,
-in fp32 if the parameter has 16 bits. The rank has a state for its main parameters only. The state of a parameter is a
-dict with *entries*, such as "exp_avg". An entry is *cut* if each rank has its elements for its own part only. In the
-state_dict a cut entry is a FlatShard: a tensor that looks like the whole, and has the elements of this rank.
+as torch's AdamW.
+
+    main parameter    the tensor that the inner optimizer steps: a parameter, or a flat piece of it, in fp32 if the
+                      parameter has 16 bits. A rank has a state for its main parameters only
+    entry             a value in the state of a parameter, which is a dict, under a name such as "exp_avg"
+    cut               said of an entry of which each rank has only the elements for its own part
+    FlatShard         a cut entry in the state_dict: a tensor that looks like the whole, and has this rank's elements
+    Schema            a description of the entries; schema.py learns it from a step of the optimizer's class on trial
 
 Situation: torch's get_state_dict() and set_state_dict(), accelerate and Lightning save an optimizer by its state_dict.
-All ranks must have entries of the same names, whether they update a parameter or not. A rank learns the names without a
-message: schema.py steps the optimizer's class on trial, and returns a Schema, a description of the entries. No tensor
-is copied. Shown by tests/checkpoint/test_torch.py.
+All ranks must have entries of the same names, also for parameters that they don't update. A Schema tells a rank the
+names without a message. Shown by tests/checkpoint/test_torch.py.
 """
 
 import copy
@@ -118,8 +121,8 @@ def box_of(param):
 def gather_over(groups):
     """Return a collective function: value of this rank -> list of the values of all ranks that have a part of a tensor.
 
-    After the first group each rank has the values of all ranks of its own first group. It then gathers the lists of all
-    ranks of its second group, and so on.
+    groups: process groups of this rank. It gathers the values of the first group's ranks, then the lists of the second
+        group's ranks, and so on.
     """
     def gather(value):
         values = [value]
@@ -143,7 +146,7 @@ def state_dict_of(optimizer, with_fresh=True):
     with_fresh: whether a parameter without a state gets the *fresh* entries that an optimizer has before its first
         step. torch needs them, because torch.distributed.checkpoint loads only entries that are there.
     """
-    # An optimizer class may keep a state under a key that is no parameter. As in torch, it is saved, too.
+    # Begin with the states that an optimizer class keeps under keys that are no parameters. torch saves them, too.
     state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for index, part in enumerate(parts_of(optimizer)):
         entries = entries_of(optimizer, part, with_fresh)
@@ -159,8 +162,8 @@ def entries_of(optimizer, part, with_fresh):
     If this rank has no state yet, the entries are fresh, as before a first step, or None if `with_fresh` is False.
 
     A rank that updates no element of the parameter returns FlatShards without elements, also for entries that aren't
-    cut, such as "step". If it returned a plain value, torch.distributed.checkpoint, which writes one rank's plain
-    value, might write the value of this rank, which doesn't step the parameter.
+    cut, such as "step". torch.distributed.checkpoint writes a plain value of one rank only, and that might be this
+    rank's value, which is out of date.
     """
     may_be_fresh = part.param.requires_grad and with_fresh
     if not part.param.numel():  # a parameter without elements: no rank updates it, so all return the same fresh state
@@ -181,7 +184,7 @@ def entries_of(optimizer, part, with_fresh):
 
 
 def empty_entries(part):
-    """Return the entries of a parameter that only other ranks update: name in the schema -> FlatShard without elements.
+    """Return {name in the schema: FlatShard without elements} for a parameter that this rank doesn't update.
 
     None: the parameter is frozen, or the class can't step one parameter alone.
     """
@@ -201,8 +204,8 @@ def empty_entries(part):
 def saved_value(part, name, value):
     """Return what the state_dict has for `value`, the entry `name` of the state of this rank's part.
 
-    Raises ValueError: `value` is not cut, each rank with a part of the parameter may have another value, and the state
-    of the whole parameter can only have one of them.
+    Raises ValueError: `value` isn't cut, and ranks with other parts of the parameter may have other values, of which
+    the state of the whole parameter can have only one.
     """
     if isinstance(value, torch.Tensor):
         if part.is_cut(name, value):
@@ -243,9 +246,9 @@ def load_state_dicts(optimizers, state_dicts, process_group):
     for optimizer, state_dict in zip(optimizers, state_dicts):
         try:
             prepared_loads.append(prepared_on_all_ranks(optimizer, state_dict, device))
-        except Exception as error:  # not raised yet: a rank without this optimizer doesn't know, and waits in agree()
+        except Exception as error:  # not raised yet, because ranks without this optimizer wait in agree() below
             first_error = first_error or error
-    if len(optimizers) > 1:  # tell all ranks. (With one optimizer, its ranks have agreed already.)
+    if len(optimizers) > 1:  # tell all ranks; with one optimizer, its ranks have agreed already
         agree(first_error, {}, process_group, device)
     elif first_error:
         raise first_error
@@ -287,7 +290,7 @@ def prepared_load(optimizer, state_dict) -> PreparedLoad:
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != own_sizes:
         raise ValueError(f"this state_dict has groups of {saved_sizes} parameters, this optimizer has {own_sizes}")
-    # For each parameter its key in `states`: an index or a name. The order is that of this optimizer's parameters.
+    # For each parameter of this optimizer, in order, its key in `states`: an index or a name.
     keys = [key for group in saved_groups for key in group["params"]]
     for key in states.keys() - set(keys):
         if not isinstance(key, str):
@@ -360,7 +363,7 @@ def checked_main_param(part, value):
 
 
 def with_strides_of(main, value):
-    """Return `value`; but if it is a tensor of the shape of `main`, return it with the strides of `main`.
+    """Return `value`. A tensor of the shape of `main` is returned with the strides of `main`.
 
     A fused kernel ignores strides, so it would combine elements of `value` with other elements of `main`.
     """
@@ -372,8 +375,8 @@ def with_strides_of(main, value):
 def inner_with(inner, state_of, of_no_parameter, options):
     """Return a copy of the optimizer `inner` that has loaded other states and hyperparameters.
 
-    It calls the load_state_dict() of the optimizer class. torch's load_state_dict() converts integer tensors to floats,
-    so afterwards this function sets the entries that are no float tensors once more.
+    The class's own load_state_dict() loads them. torch's converts integer tensors to floats, so this function then sets
+    the entries that are no float tensors once more.
 
     Args:
         state_of: main parameter -> its new state.

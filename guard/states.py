@@ -2,9 +2,12 @@
 
 Situation: a program resets states, as ReLoRA and pruning do. It has the parameters of the model. But in the distributed
 optimizers of this project an *inner optimizer*, such as torch's AdamW, has the states. Their keys are *main
-parameters*, the tensors that this rank updates: whole parameters in stages 1 and 2 (two of the four versions), or flat
-pieces of parameters in stages 3 and 4, which are fp32 copies if the parameters have 16 bits. Shown by
-tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
+parameters*, the tensors that this rank updates:
+
+- in stages 1 and 2 (two of the four versions) whole parameters;
+- in stages 3 and 4 flat pieces of parameters, or fp32 copies of the pieces if the parameters have 16 bits.
+
+Shown by tests/stages/test_users.py, `test_a_state_that_is_reset_as_in_torch`.
 """
 
 import functools
@@ -15,35 +18,31 @@ import torch
 
 from .groups import mesh_groups_of
 
-# Name of a further entry of the state: the main parameter, if it is an fp32 copy and no part of the model's parameter.
+# Name of an entry that state_dict() adds to a state: the main parameter, if it is an fp32 copy.
 MAIN_PARAM = "main_param"
-# Stands for the value of an entry that this rank doesn't have. torch's functions for saving need the names of all
-# entries on all ranks.
+# In place of a value that this rank doesn't have, because torch's functions for saving need the names of all entries.
 MISSING = torch.empty(0)
 
 
 class ByParameter(MutableMapping):
-    """Maps parameters of the model to the states that the inner optimizer keeps for them, or for pieces of them.
+    """Maps parameters of the model to the states that the inner optimizer keeps for their main parameters.
 
-    If this rank has no state of a parameter, because another rank updates it or no step has been taken, the mapping
-    returns a state with the names of all entries, and with MISSING as their values. If only other ranks update a
-    parameter, a state that a program assigns here is ignored, so that all ranks can run the same code.
+    If this rank has no state of a parameter yet, or never has one, the mapping returns a state with the names of all
+    entries, and with MISSING as their values. If only other ranks update a parameter, a state that a program assigns
+    here is ignored, so that all ranks can run the same code.
 
     Attributes:
         inner: the inner optimizer.
-        main_param: parameter of the model -> its main parameter, which `inner` steps. It has only the parameters that
-            this rank updates, and so have the next two attributes.
+        main_param: parameter of the model -> its main parameter, only for parameters that this rank updates.
         param_of: main parameter -> parameter of the model.
         range_of: parameter of the model -> (start, stop): the flat elements that this rank updates.
         foreign_params: the parameters of the model of which this rank updates no element.
-        main_params_by_mesh_groups: a dict. A key is a tuple of the process groups over which some DTensors are spread,
-            and its value has the main parameters of these DTensors. The key () has the main parameters of all plain
-            parameters. `total_norm` in scaling.py communicates for each key, so every rank has the same keys in the
-            same order.
+        main_params_by_mesh_groups: process groups -> main parameters. A key is the tuple of the groups over which some
+            DTensors are spread, or () for plain parameters. Every rank has the same keys in the same order, because
+            `total_norm` in scaling.py communicates for each key.
         mesh_groups: the process groups in these keys, each group once.
         norm_dtype, device: dtype and device of the norm of all gradients, for `total_norm`.
-        accessed_params: parameters whose state a program has accessed since the last step. `cut_whole_tensors` looks at
-            these states, and then empties the set.
+        accessed_params: parameters whose state a program has accessed since `cut_whole_tensors` last looked at them.
         names_of: weak reference to a function: parameter -> names of the entries that its state has after a step.
 
     The constructor's argument `pieces` is [(param, start, stop, main), …]: this rank updates the flat elements start to
@@ -63,7 +62,7 @@ class ByParameter(MutableMapping):
         self.main_params_by_mesh_groups: dict[tuple, list] = {mesh_groups_of(param): [] for param in params}
         for param, main in self.main_param.items():
             self.main_params_by_mesh_groups[mesh_groups_of(param)].append(main)
-        # The sum joins the keys, which are tuples, to one tuple.
+        # The sum joins the keys, which are tuples, to one tuple. `fromkeys` drops repeated groups and keeps the order.
         self.mesh_groups = dict.fromkeys(sum(self.main_params_by_mesh_groups, ()))
         self.norm_dtype = functools.reduce(torch.promote_types, {param.dtype for param in params}, torch.float32)
         self.device = params[0].device
@@ -72,7 +71,7 @@ class ByParameter(MutableMapping):
     def _accessed_key(self, param):
         """Note that a program accesses the state of `param`. Return the key that this state has in `inner.state`.
 
-        `param` may also be a key of another kind, such as a text, which `inner.state` has itself.
+        `param` may also be a key of another kind, such as a text. `inner.state` has the same key.
         """
         self.accessed_params.add(param)
         return self.main_param.get(param, param)
@@ -82,6 +81,7 @@ class ByParameter(MutableMapping):
         state = {} if param in self.foreign_params else self.inner.state[self._accessed_key(param)]
         # names_of() returns the function to which the weak reference refers.
         names = self.names_of()(param) if isinstance(param, torch.Tensor) else ()
+        # Without a state all entries are missing. The inner optimizer's states never have MAIN_PARAM.
         missing = [name for name in names if not state or name == MAIN_PARAM]
         return StateOfParameter(state, missing) if missing else state
 
@@ -97,7 +97,7 @@ class ByParameter(MutableMapping):
         return self._accessed_key(param) in self.inner.state
 
     def __bool__(self):
-        """Return True: torch's get_state_dict() calls `step` if the state is empty, which may be on this rank alone."""
+        """Return True. torch's get_state_dict() calls `step` if the state is empty, and it may be empty on one rank."""
         return True
 
     def __iter__(self):
@@ -106,8 +106,7 @@ class ByParameter(MutableMapping):
     def __len__(self):
         return len(self.inner.state)
 
-    # MutableMapping's own versions of the next three methods rely on a KeyError. `inner.state`, a defaultdict, never
-    # raises it.
+    # MutableMapping's own versions of the next three methods wait for a KeyError, which a defaultdict never raises.
 
     def get(self, param, default=None):
         return self[param] if param in self else default
@@ -128,12 +127,12 @@ class ByParameter(MutableMapping):
         self.inner.state = defaultdict(dict, own)
 
     def cut_whole_tensors(self):
-        """Replace each tensor of a whole parameter that a program has put into a state, by this rank's piece of it.
+        """Cut this rank's piece out of each tensor of a whole parameter's shape that a program has put into a state.
 
         ReLoRA, for example, resets a state to zeros_like(param). A tensor in the dtype of the parameter is converted to
-        the dtype of the main parameter. If this rank updates nothing of a parameter, nothing is done for it.
+        the dtype of the main parameter.
         """
-        for param in self.accessed_params & self.main_param.keys():  # without keys that are no parameters
+        for param in self.accessed_params & self.main_param.keys():  # the parameters that this rank updates
             main = self.main_param[param]
             start, stop = self.range_of[param]
             local_param = getattr(param, "_local_tensor", param)  # this rank's part, if `param` is a DTensor
@@ -150,10 +149,9 @@ class ByParameter(MutableMapping):
 
 
 def without_missing(state):
-    """Return a copy of the dict `state`, which a program has assigned, without entries that are MISSING.
+    """Return a copy of `state`, which a program has assigned, without entries that are MISSING.
 
-    There are such entries if the program assigns the state of another parameter. If `state` is no dict, it is returned
-    unchanged.
+    There are such entries if the program assigns the state of another parameter. What is no dict is returned as it is.
     """
     if not isinstance(state, dict):
         return state
@@ -161,10 +159,10 @@ def without_missing(state):
 
 
 class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
-    """A state for programs to read and write, with names of entries that the real state on this rank doesn't have.
+    """A state for programs to read and write. It also has the names of entries that the real state doesn't have.
 
-    Reading an entry that isn't there returns MISSING. Writing changes the real state. The class is a subclass of dict
-    because torch tests for a dict. But all methods use `real_state` and `missing`, and the dict itself stays empty.
+    Reading such an entry returns MISSING. Writing changes the real state. The class is a subclass of dict because torch
+    tests for a dict, but the dict itself stays empty.
     """
 
     def __init__(self, real_state, missing=()):
@@ -188,11 +186,11 @@ class StateOfParameter(MutableMapping, dict):  # type: ignore[misc, metaclass]
 
 
 def update_main_param(main_param, param):
-    """Copy the elements of `param` that other code has changed into `main_param`, the main parameter.
+    """Copy the elements of `param` that other code has changed into `main_param`.
 
-    `param` is the model's memory of the same elements. If `main_param` is an fp32 copy of 16-bit elements, an element
-    of the copy that rounds to the element in `param` stays, because it is more precise. `param` and `main_param` are
-    the same tensor unless parameters have 16 bits, or `main_param` is on the CPU, as in variants/offload.py.
+    `param` is the model's memory of the same elements. It is the same tensor unless parameters have 16 bits, or
+    `main_param` is on the CPU, as in variants/offload.py. An fp32 element that rounds to the 16-bit element stays,
+    because it is more precise.
     """
     if main_param is not param:
         param = param.to(main_param.device)

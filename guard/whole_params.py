@@ -79,7 +79,7 @@ class OfWholeParams(Guarded):
         return "averages" if self._grads_synced or not self.average_gradients else "own"
 
     def _before_average(self, arguments):
-        """Return whether gradients have to be averaged: they aren't averages yet, by DDP or by `average`."""
+        """Return whether gradients have to be averaged, because neither DDP nor `average` has averaged them."""
         return self.average_gradients and not self._grads_synced
 
     def average(self, present_grads):
@@ -112,7 +112,7 @@ class OfWholeParams(Guarded):
         """Do nothing: the optimizer updates the model's own parameters, so there are no copies."""
 
     def sync_params(self):
-        """Send updated parameters as the core does. Afterwards the step is over, and gradients are averages no more.
+        """Send updated parameters as the core does. Then the step is over, and the next gradients won't be averages.
 
         `_leaves_grads`: whether the class of the inner optimizer leaves gradients as they are. refuse.py sets it.
         """
@@ -128,9 +128,9 @@ class OfWholeParams(Guarded):
         self._grads_synced = False
 
     def _drop_grads(self, params, set_to_none):
-        """Note, if no gradient is left, that the next gradients won't be averages. model.zero_grad() calls this.
+        """Note, if no gradient is left, that the next gradients won't be averages.
 
-        It has dropped the gradients of `params` itself.
+        model.zero_grad() calls this after it has dropped the gradients of `params`.
         """
         if all(param.grad is None for param in all_params(self)):
             self._grads_synced = False

@@ -20,7 +20,7 @@ STAGE_3 = "stage3_gradbuffer"
 STAGE_4 = "stage4_overlap"
 STAGES = STAGE_1, STAGE_2, STAGE_3, STAGE_4
 
-# Python has set argv[0] to "-m" while it looks for the module that `python -m harness.…` is about to run. From here on,
-# and so before the module loads torch, which takes seconds, Ctrl-C ends the program with one word.
+# Python has set argv[0] to "-m" while it looks for the module that `python -m harness.…` is about to run. From here on
+# Ctrl-C ends the program with one word, also while the module loads torch, which takes seconds.
 if sys.argv[0] == "-m":
     command_line.begin()

@@ -1,16 +1,17 @@
 """Measures rows, from the process that started the ranks: checks and counts each row, then times all rows in turn.
 
-A row is a way to train, with a name. harness/training/rows.py, here the catalogue, lists all rows. Of each row it has a
-Configuration: how to build the training, and by formula what a rank sends and holds. A RowId is the name of a row, and
-maybe a size of bucket, the unit in which DDP and stage 4 (stage4_overlap/) send gradients. A row's parameters must
-agree with those of its reference: the row "ddp", or replicated training with fp32 copies where parameters have 16 bits.
-And every row's time is divided by ddp's time. examine.py has the functions that measure a row on a rank.
+    row            a way to train, with a name; the catalogue, harness/training/rows.py, lists all rows
+    Configuration  what the catalogue says of a row: how to build the training, and what a rank should send and hold
+    RowId          the name of a row, and maybe a size of bucket, the unit in which DDP and stage 4 send gradients
+    reference      the training with whose parameters a row's must agree: the row "ddp", or where parameters have 16
+                   bits, replicated training with fp32 copies
+    round          the time of a few steps of each row; `over` and `ratio` divide the times of two rows round by round,
+                   and return the median of the quotients
+    drain          the wait, after a row's last step, for what is still in flight
+    Sheet          a table; `column` describes a column of it: a title, a function of a row (or the name of a row's
+                   attribute), where the numbers come from, and their format
 
-A round times a few steps of each row. To compare two rows, `over` and `ratio` divide their times in each round, and
-then take the median of the quotients. The drain is the wait, after a row's last step, for what is still in flight.
-
-This file makes the tables of `make bench`. A Sheet is one table, whose columns are described by `column`: a title, a
-function that reads a row's cell (or the name of a row's attribute), where the numbers come from, and their format.
+examine.py has the functions that measure a row on a rank.
 """
 
 import math
@@ -33,8 +34,8 @@ class Row:
     rounds_ms: list = field(default_factory=list)  # for each round the time of a step
     drain_ms: list = field(default_factory=list)  # for each round the drain
     examined: examine.Examined | None = None  # what was counted, over all ranks; None: a rank has failed
-    # Of one recorded step; None where no step was recorded. Communication is exposed while the rank doesn't compute.
-    exposed_ms: float | None = None  # time of exposed communication, on the rank that has most
+    # The next two fields are of one recorded step; None: no step was recorded.
+    exposed_ms: float | None = None  # how long the rank communicates and doesn't compute, on the rank with most
     step: object = None  # the RecordedStep of rank 0
 
     @property
@@ -44,10 +45,7 @@ class Row:
 
     @property
     def median_ms(self):
-        """Return the median time of a step over the rounds.
-
-        Of a row without times that is infinity, so that such a row is never the fastest.
-        """
+        """Return the median time of a step over the rounds; infinity if the row has no times."""
         return statistics.median(self.rounds_ms) if self.rounds_ms else math.inf
 
     def over(self, other):
@@ -65,7 +63,7 @@ class Row:
     def run(self, workers, function, settings):
         """Run `function(rank, settings, row_id)` on every rank. Returns the results by rank.
 
-        If a rank fails, the row gets an error. A row with an error runs nothing; then the result is [].
+        If a rank fails, the row gets an error. If the row has an error, nothing is run. In both cases returns [].
         """
         if self.error:
             return []
@@ -108,7 +106,7 @@ class Rows:
         return 1 if self.failures() else 0
 
     def words(self, hosts=""):
-        """Say in words which ranks, model, batch and rounds were measured. `hosts`: words behind the ranks."""
+        """Say in words which ranks, model, batch and rounds were measured. `hosts`: words about the hosts."""
         settings = self.settings
         # Each dtype once.
         dtypes = " and ".join(dict.fromkeys(row.configuration.dtype for row in self.rows))
@@ -125,15 +123,15 @@ def rounds_in_words(settings):
 
 def say(text):
     """Write what is measured now, `text`, over the last line of the terminal."""
-    # \r goes to the start of the line, and 60 characters cover a longer text from before.
+    # \r goes to the start of the line. The text is filled up to 60 characters, to cover the text before.
     print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
 
 
 def measure_rows(workers, settings, row_ids, recorded=()):
     """Measure rows of the catalogue, a list of RowIds, on the ranks that `workers` has started. Returns Rows.
 
-    A row gets an `error`, and no times, if a rank fails, or if the row's parameters differ from those of the reference
-    by more than the tolerance. After all rounds a step is recorded of each row whose name is in `recorded`.
+    A row gets an `error`, and no times, if a rank fails, or if the row's parameters differ too much from the
+    reference's. After all rounds a step is recorded of each row whose name is in `recorded`.
     """
     conditions = on_rank_0(workers, examine.describe, settings)
     rows = [checked_row(workers, settings, row_id) for row_id in row_ids]
@@ -167,7 +165,7 @@ def checked_row(workers, settings, row_id):
     examined = over_ranks(examined_by_rank)
     configuration = row.configuration
     allowed = examine.tolerance(workers.world_size)
-    # A floor, such as "compute only", sends nothing: each rank trains on its own data, and agrees with no other row.
+    # In a row of the kind "floor" each rank trains on its own data, so its parameters agree with no other row's.
     if configuration.kind == "floor":
         examined = examined._replace(difference=None)
     elif examined.difference > allowed:
@@ -180,8 +178,8 @@ def checked_row(workers, settings, row_id):
 def over_ranks(examined_by_rank):
     """Combine the Examined of all ranks into one.
 
-    The bytes in memory after a phase are those of the rank that holds most then. Bytes that are sent, and bytes per
-    parameter, are means over the ranks. Everything else is rank 0's.
+    The bytes in memory after a phase are those of the rank with most. The bytes sent, and the bytes per parameter, are
+    means over the ranks. Everything else is rank 0's.
     """
     memory_bytes = {}
     for phase in examined_by_rank[0].memory_bytes:
@@ -198,7 +196,7 @@ def over_ranks(examined_by_rank):
 def beside_formula(name, mark, unit=1):
     """Return a function of a row that reads the counted figure `name`, and divides it by `unit`.
 
-    If the figure differs from what the row's formula gives by more than 0.5 %, `mark` stands behind it.
+    The figure gets the `mark` if it differs from what the row's formula gives by more than 0.5 %.
     """
     def read(row):
         counted = row.figure(name)
@@ -231,7 +229,7 @@ def rows_sheet(measured):
     largest_noise = max((abs(ddp_again_over_ddp - 1) for ddp_again_over_ddp in noise), default=0)
 
     def over_ddp(row):
-        """Return the row's time divided by ddp's, with the mark ~ if a time varies so much by chance."""
+        """Return the row's time divided by ddp's, with the mark ~ if the difference may be chance."""
         times_as_long = row.over(ddp)
         if times_as_long is None or row is ddp:
             return times_as_long
@@ -281,7 +279,7 @@ def phases_sheet(measured):
 def times_sheet(measured):
     """Make the table of times. A variant's time is divided by its base's time; any other row's time is in ms.
 
-    A variant is a row of a file of variants/. Its base is the row whose work it does in another way.
+    A variant is a changed stage, from variants/. Its base is the row of that stage.
     """
     def ms(row):
         return f"{row.median_ms:.0f} ms" if row.rounds_ms else None

@@ -1,17 +1,18 @@
 """Measures one row, on every rank: is the row right, what does a rank send and hold, how long is a step, what is in it?
 
-A row is a way to train, with a name; harness/training/rows.py lists all rows, each as a Configuration, and a RowId
-names one of them. Every rank calls the functions here, and every_row.py puts the measurements of all rows together.
+Every rank calls the functions here, and every_row.py puts the measurements of all rows together.
 
+    row            a way to train, with a name; harness/training/rows.py lists all rows, each as a Configuration
+    RowId          the name of a row, and maybe a size of its buckets
     rank           this process, a harness.ranks.meeting.Rank: its number, its device, the number of all ranks
     Training       what a row builds: a model and an optimizer, with the parts of a step as methods
     reference      the training that a row must agree with: DDP, or replicated training with fp32 copies of parameters
     formula        what a row should send and hold, as its Configuration says
     Ledger         lists the collectives that a rank starts
     Memory         counts the bytes that tensors take
-    drain          the wait, after the last step, for the messages that this step has left in flight
+    drain          to wait, after the last step, for the messages that this step has left in flight
     message        a collective, or a send or recv, in a recording
-    in_place_of_gloos    a context in which torch's functions call other collectives than gloo's, which are slow
+    in_place_of_gloos    makes torch's functions call collectives that are faster than gloo's
 """
 
 import contextlib
@@ -34,8 +35,8 @@ from harness.training.models import GPT, MODELS
 
 # Steps of a row are counted from 1. DDP makes its buckets anew in step 2, and after step 2 everything is allocated.
 WARMUP_STEPS = 2
-# Step 2 is the first that begins with gathered parameters and with moments of AdamW that aren't zero. In step 3 a
-# Ledger counts.
+# After three steps a row must agree with its reference. Step 2 is the first that begins with gathered parameters and
+# with moments of AdamW that aren't zero, and in step 3 a Ledger counts.
 CHECKED_STEPS = 3
 
 
@@ -74,10 +75,7 @@ def make_model(settings, rank, dtype, starts_apart=False):
 
 @functools.lru_cache(maxsize=1)
 def make_batches(settings, rank):
-    """Make all batches that a measurement takes, (tokens, targets) each, so that no timed step makes a batch.
-
-    The batches of the last call are kept: all rows train on the same batches.
-    """
+    """Make all batches of a measurement before it, (tokens, targets) each. All rows train on the same batches."""
     train, _ = corpus.split(corpus.load_bytes())
     batches = corpus.Batches(train, settings.batch_size, settings.sequence_length, rank.number, rank.world_size,
                              settings.seed, rank.device)
@@ -109,10 +107,10 @@ def default_model(rank):
 def tolerance(world_size):
     """Return by how much a right row's parameters may differ from the reference's after CHECKED_STEPS steps in fp32.
 
-    On one or two ranks every order of summation gives the same bits. On more ranks, sums differ in the last bits. AdamW
-    divides a gradient by the gradient's size, so pure rounding noise becomes a step of up to lr. (The gradient of
-    attention's key bias is such noise, because softmax cancels that bias.) With eps = 1e-6, noise moves a parameter by
-    a ten-thousandth of lr: 2e-7 was measured on 3 and 4 ranks, and 4e-6 with eps = 1e-8. A wrong row moves a
+    On one or two ranks every order of summation gives the same bits. On more ranks, sums differ in the last bits. A
+    gradient may be nothing but this noise, for example the gradient of attention's key bias, because softmax cancels
+    the bias. AdamW divides a gradient by its size, so with a small eps it would make a step of up to lr from noise.
+    Differences of 2e-7 were measured on 3 and 4 ranks with eps = 1e-6, and of 4e-6 with eps = 1e-8. A wrong row moves a
     parameter by lr: 1e-4 to 1e-3.
     """
     return 0.0 if world_size <= 2 else 1e-5
@@ -120,9 +118,9 @@ def tolerance(world_size):
 
 @functools.lru_cache(maxsize=2)
 def reference_params(settings, rank, build, dtype):
-    """Train the reference for CHECKED_STEPS steps.
+    """Train the reference for CHECKED_STEPS steps. Returns rank 0's parameters, on every rank. Collective.
 
-    `build` makes the Training of the reference. Returns rank 0's parameters, on every rank. Collective.
+    `build` makes the Training of the reference.
     """
     training = build(make_model(settings, rank, dtype), adamw(settings))
     for batch in make_batches(settings, rank)[:CHECKED_STEPS]:
@@ -134,7 +132,7 @@ def reference_params(settings, rank, build, dtype):
 
 
 class Examined(NamedTuple):
-    """One rank's figures of a row. Fields whose names end in `_theory` are what the row's formula gives."""
+    """One rank's figures of a row. The row's formula gives the fields whose names end in `_theory`."""
     difference: float  # the largest |own - reference| of any element of a parameter, over all ranks
     collectives: dict  # {kind: how many}, in one step
     wire_bytes: int  # that a rank sends in one step, on average
@@ -173,11 +171,13 @@ def examine(rank, settings, row_id):
 def count_memory(rank, settings, configuration, batches):
     """Build a row and train two steps. Returns (Training, {phase: bytes in memory}, bytes held after the second step).
 
-    These phases are other moments than the phases of a recorded step below:
-        model, optimizer: after the model was built; after the optimizer was built
-        backward, step: after the backward pass of step 1; after step 1, which makes the optimizer's state
+    A phase is a moment here:
+        model: after the model was built
+        optimizer: after the optimizer was built
+        backward: after the backward pass of step 1
+        step: after step 1, which makes the optimizer's state
         peak: the most at any moment of the build and of both steps
-        reserved: on a GPU alone, what torch's allocator has taken, for tensors and in reserve
+        reserved: only on a GPU: what torch's allocator has taken, for tensors and in reserve
     """
     with Memory(rank.device) as memory:  # settle() waits until gloo has freed its tensors, and returns the live bytes
         model = make_model(settings, rank, configuration.dtype, configuration.starts_apart)
@@ -201,7 +201,10 @@ def count_memory(rank, settings, configuration, batches):
 
 
 def largest_difference(tensors, expected):
-    """Return the largest difference of any two elements on any rank. A nan counts as the largest float. Collective."""
+    """Return the largest difference of an element from the expected element, over all ranks. Collective.
+
+    A nan counts as the largest float.
+    """
     pairs = zip(tensors, expected, strict=True)
     differences = torch.stack([(tensor - expected_tensor).abs().max().float() for tensor, expected_tensor in pairs])
     largest = differences.max().nan_to_num(nan=torch.finfo(torch.float32).max)
@@ -228,13 +231,12 @@ def make_training(rank, settings, row_id):
 
 
 def time_warm_steps(rank, step, inputs, finish):
-    """Call and time `step(step_input)` for each of `inputs`. The caller has done steps to warm up before.
+    """Call and time `step(step_input)` for each of `inputs`, after steps to warm up.
 
     Returns (median ms per step, ms to drain), both of the slowest rank, on every rank. Collective.
 
-    A step lasts from the end of the step before to its own end. So a step includes the wait for parameters that the
-    step before has sent. `finish()` drains: it waits for what the last step has sent. No barrier stands between steps,
-    because a barrier would wait for messages in flight.
+    A step lasts from the end of the step before to its own end. So it includes the wait for parameters that the step
+    before has sent. `finish()` drains. No barrier stands between steps, because it would wait for messages in flight.
     """
     ends_of_steps = [timestamp(rank.device)]
     for step_input in inputs:
@@ -278,24 +280,24 @@ def clip(training, max_norm):
 
 
 # A span is a pair (start, end) of moments. `union` merges spans that overlap, `overlap` returns what two lists of spans
-# have in common, and `length` adds up the seconds of spans. Communication is exposed in the spans in
-# which a message is in flight and the rank doesn't compute.
+# have in common, and `length` adds up the seconds of spans. Communication is exposed while a message is in flight and
+# the rank doesn't compute.
 
 GAP_S = 0.0005  # between two operators Python needs less time, and a wait for another rank takes more
-RECORDED_STEPS = 6  # step 0 isn't shown, because unlike later steps it doesn't wait for parameters of the step before
+RECORDED_STEPS = 6  # steps 0 to 5; step 0 isn't shown, because it doesn't wait for parameters of a step before it
 
 
 class Recorder(Ledger):
-    """Is a Ledger that also lists when operators ran, and the phases of the steps, in seconds of time.perf_counter."""
+    """Is a Ledger that also lists when operators ran, and phases of steps. Times are seconds of time.perf_counter."""
 
     def __init__(self):
         super().__init__()
-        self.busy = []  # spans [start, end], in order: each holds operators that follow each other without a gap
+        self.busy = []  # spans [start, end], in order, of operators with no gap between them
         self.phases = []  # (name, start, end), which `phase` appends
 
     @contextlib.contextmanager
     def phase(self, name):
-        """Return a context: what happens in it is a phase of that name."""
+        """Return a context, which lasts as long as the phase `name` of a step."""
         start = time.perf_counter()
         yield
         self.phases.append((name, start, time.perf_counter()))
@@ -316,10 +318,7 @@ class Recorder(Ledger):
 
 @in_place_of_gloos()
 def record(rank, settings, row_id):
-    """Record steps of a row on a CPU, with no barrier between them. Returns a RecordedStep of this rank.
-
-    That is the step of median length, the same step on every rank. Collective.
-    """
+    """Record steps of a row on a CPU. Returns the step of median length, as this rank's RecordedStep. Collective."""
     batches = make_batches(settings, rank)[:WARMUP_STEPS]
     training = make_training(rank, settings, row_id)
     for batch in batches:
@@ -327,7 +326,7 @@ def record(rank, settings, row_id):
     training.finish()
     dist.barrier()
     with Recorder() as recorder:
-        for number in range(RECORDED_STEPS):  # steps 0, 1, …, on the few batches by turns
+        for number in range(RECORDED_STEPS):  # the few batches take turns
             with recorder.phase("forward"):
                 loss = training.forward(*batches[number % len(batches)])
             with recorder.phase("backward"):
@@ -348,16 +347,19 @@ class Recording(NamedTuple):
 
 
 def span_of(phases, number):
-    """Return the span of step `number`: from the start of its first phase to the end of its last phase."""
+    """Return the span of step `number`: from the start of its first phase to the end of its last phase.
+
+    phases: (name, start, end) of each phase, three for a step.
+    """
     _, start, _ = phases[3 * number]
     _, _, end = phases[3 * number + 2]
     return start, end
 
 
 def median_step(phases):
-    """Return the number of the step of median length, step 0 left out. The same on all ranks. Collective.
+    """Return the number of the step of median length, the same on all ranks. Step 0 is left out. Collective.
 
-    The length of a step is its length on the slowest rank. A median, because other programs may delay some steps.
+    A step is as long as it is on the slowest rank. Other programs may delay some steps, hence the median.
     """
     spans = [span_of(phases, number) for number in range(1, RECORDED_STEPS)]
     lengths = torch.tensor([end - start for start, end in spans], dtype=torch.float64)
@@ -369,11 +371,11 @@ def median_step(phases):
 def recorded_step(recording, number):
     """Return step `number` of a Recording as a RecordedStep.
 
-    A message may cross the border of two steps, as parameters for the next forward pass do. Then the time in which the
-    message is exposed counts in the step in which that time lies.
+    A message may cross the border of two steps, as parameters for the next forward pass do. Of its exposed time, only
+    the part in this step counts.
     """
     start, end = span_of(recording.phases, number)
-    # Only what lies in the step.
+    # Messages that were in flight in the step.
     messages = [message for message in recording.messages if message.end > start and message.start < end]
     in_flight = overlap([(start, end)], union((message.start, message.end) for message in messages))
     busy = overlap([(start, end)], recording.busy)
@@ -382,7 +384,7 @@ def recorded_step(recording, number):
         return round(moment - start, 6)
 
     phases = recording.phases[3 * number : 3 * number + 3]  # a step has three
-    # From the seconds in which a message is in flight, the seconds in which the rank computes meanwhile are subtracted.
+    # Exposed: the seconds with a message in flight, less those in which the rank computes meanwhile.
     return RecordedStep(
         exposed_seconds=round(length(in_flight) - length(overlap(in_flight, busy)), 6),
         seconds=since_start(end),

@@ -2,13 +2,13 @@
 
     python -m harness.measuring.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
-One process plays rank 0 of 8, and a collective moves no bytes. Like a collective of NCCL, a played collective occupies
-a separate stream of the GPU, for as long as the bytes would take on a link of 200 Gbit/s, and kernels that need the
-result wait for that stream. So one GPU shows the steps of 8 GPUs. One difference is left: NCCL's own kernels would take
-some multiprocessors, and some of the memory's rate, from other kernels. Without a GPU the program prints one line.
+One process plays rank 0 of 8, and a collective moves no bytes. Like a collective of NCCL, it occupies a stream of its
+own, for as long as the bytes would take on a link of 200 Gbit/s. Kernels that need the result wait for that stream. So
+one GPU shows the steps of 8 GPUs. One difference is left: NCCL's own kernels would slow other kernels down. Without a
+GPU the program prints one line.
 """
 # The words of this file:
-#   row        a way to train; harness/training/rows.py, the catalogue, lists all of them
+#   row        a way to train; the catalogue, harness/training/rows.py, lists all rows
 #   build      a function of a model and AdamW's arguments, which returns a Training
 #   Training   an object with a model, an optimizer, and the parts of a step as methods
 #   stage      an optimizer of this project, in a folder stage*/
@@ -18,7 +18,7 @@ some multiprocessors, and some of the memory's rate, from other kernels. Without
 #   span       a pair (start, end). `union` merges spans that overlap, `overlap` returns what two lists of spans have in
 #              common, `length` adds up their seconds
 #   Recording  phases, spans of computing and messages of several steps; `recorded_step` returns one of these steps
-#   exposed    said of the time in which a message is in flight and no kernel computes
+#   exposed    a message in flight is exposed while no kernel computes
 
 import functools
 import itertools
@@ -63,16 +63,16 @@ BYTES_PER_S = 25e9  # a link of 200 Gbit/s for each GPU
 ROUNDS = 3  # in each round a step of every row is recorded
 WARMUP_STEPS = 3
 PROFILED_STEPS = 4  # steps 0 to 3 of a recording
-SHOWN_STEP = 2  # the last step but one of a recording, which has a step before and a step after
+SHOWN_STEP = 2  # the number of the step that is shown; it has a step before it and a step after it
 PHASES = "forward", "backward", "step"
 GAP_S = 5e-5  # a shorter gap between two kernels isn't drawn
-MARK_S = 5e-6  # a kernel that marks the start of a phase takes less time, and every played message takes more
+MARK_S = 5e-6  # a kernel that marks the start of a phase takes less time; every message on the Link takes more
 
 
 class Arrival:
-    """Stands in for a Work, which torch returns for a collective: `wait` makes the current stream wait, not the host.
+    """Stands in for torch's Work of a collective in flight: `wait` makes the current stream wait, not the host.
 
-    `event`: a torch.cuda.Event, which the link's stream reaches when the message has arrived.
+    `event`: a torch.cuda.Event in the link's stream, behind the message.
     """
 
     def __init__(self, event):
@@ -90,13 +90,12 @@ class Link:
 
     def __init__(self, device):
         self.stream = torch.cuda.Stream(device)  # on which messages take time
-        # (kind, bytes of the full tensor) of each played collective. `recorded_by_profiler` empties it before each
-        # recording.
+        # (kind, bytes of the full tensor) of each message. `recorded_by_profiler` empties it before each recording.
         self.carried = []
         self.cycles_per_s = measured_cycles_per_s()
 
     def carry(self, kind, n_bytes):
-        """Let a message begin when the current stream has done its work so far. Doesn't wait; returns an Arrival."""
+        """Send a message as soon as the current stream has done its work so far. Returns an Arrival at once."""
         self.carried.append((kind, n_bytes))
         seconds = wire_bytes(kind, n_bytes, D, "nccl") / BYTES_PER_S
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -107,7 +106,7 @@ class Link:
     def stand_in(self, kind):
         """Return a function to call in place of torch's collective of that kind.
 
-        Of the collective's two tensors the larger is the full tensor, and the other is a rank's part.
+        The larger of the collective's two tensors is the full tensor. The other is a rank's part.
         """
         def collective(*args, async_op=False, **kwargs):
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -116,12 +115,13 @@ class Link:
         return collective
 
     def all_reduce_of_ddp(self, _, bucket):
-        """Stand in for DDP's communication hook, which DDP calls with (None, bucket of gradients). Returns a Future."""
+        """Play DDP's all-reduce. DDP calls this communication hook with (None, bucket of gradients). Returns a Future.
+        """
         bucket.buffer().div_(D)
         self.carry("all_reduce", bucket.buffer().nbytes)
         with torch.cuda.stream(self.stream):
             future = torch.futures.Future(devices=[self.stream.device])
-            future.set_result(bucket.buffer())  # who waits for the future waits for what is on this stream so far
+            future.set_result(bucket.buffer())  # a wait for the future is a wait for what is on this stream so far
         return future
 
     def played(self):
@@ -145,7 +145,7 @@ def measured_cycles_per_s():
 
 def builds(link):
     """Return {name of a row: build}."""
-    # `is_alone`: DDP gets a gloo group of this process alone, because DDP can't work with ranks that don't exist.
+    # `is_alone`: DDP gets a gloo group with only this process, because DDP can't work with ranks that don't exist.
     ddp = catalogue.with_ddp(torch.optim.AdamW, hook=link.all_reduce_of_ddp, is_alone=True)
     return {
         "computing alone": catalogue.compute_only,
@@ -160,7 +160,7 @@ def builds(link):
 
 
 class GpuRow:
-    """A way to train, with the steps that were recorded, one in each round."""
+    """A row, with the steps that were recorded, one in each round."""
 
     def __init__(self, name, training):
         self.name = name
@@ -214,7 +214,7 @@ def recorded_by_profiler(training, link, batch):
             training.update()
             training.zero_grad()
         training.finish()
-    # A list inside torch's profiler, with an event for each kernel.
+    # torch's profiler has no public method for this list, which has an event for each kernel.
     events = profiler.profiler.kineto_results.events()
     kernels = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
                for event in events if event.device_type() == DeviceType.CUDA]
@@ -224,8 +224,8 @@ def recorded_by_profiler(training, link, batch):
 def shown_step(kernels, carried):
     """Return step SHOWN_STEP of a recording as a RecordedStep.
 
-    `kernels`: [(name, start, end), …], in ns. torch.cuda._sleep's kernels have "spin" in their names; they are marks of
-    phases, or messages on the played link. `carried`: the (kind, bytes) of these messages, in the same order.
+    `kernels`: [(name, start, end), …], in ns. A kernel of torch.cuda._sleep has "spin" in its name. It marks the start
+    of a phase, or is a message on the Link. `carried`: (kind, bytes) of each message, in order.
     """
     first_ns = min(start_ns for _, start_ns, _ in kernels)
     spins = []  # spans of marks and messages
@@ -238,14 +238,14 @@ def shown_step(kernels, carried):
             busy.append(span)
     spins.sort()
     marks = [start for start, end in spins if end - start < MARK_S]
-    # A phase ends where the next phase begins. The last phase has no end, so it is left out; it isn't in SHOWN_STEP.
+    # A phase ends where the next phase begins. The last phase of all has no end, and is left out.
     phases = list(zip(itertools.cycle(PHASES), marks, marks[1:]))
     sent = [(start, end) for start, end in spins if end - start >= MARK_S]
     # The link carries messages in the order in which they were launched.
     messages = [Message(kind, n_bytes, start, end) for (kind, n_bytes), (start, end) in zip(carried, sent, strict=True)]
     step = recorded_step(Recording(phases, union(busy), messages), SHOWN_STEP)
-    # Each span is made longer by GAP_S. Then two spans with a short gap between them overlap, and are merged. A merged
-    # span is made shorter again.
+    # Each span is made longer by GAP_S, so that `union` merges two spans with a short gap between them. Then each
+    # merged span is made shorter again.
     with_gaps_closed = union((start, end + GAP_S) for start, end in step.busy)
     return step._replace(busy=[(start, end - GAP_S) for start, end in with_gaps_closed])
 

@@ -1,11 +1,10 @@
-"""Lists the collectives that a rank starts, with their bytes, from outside: the optimizers have no code for it.
+"""Lists the collectives that a rank starts, with their bytes. The optimizers have no code for it.
 
-An optimizer, in a folder stage*/, calls torch.distributed as usual. While a `Ledger` is entered, torch shows the Ledger
-every operator that the rank calls, and the Ledger adds an entry, a `Collective`, for each operator that communicates.
+An optimizer calls torch.distributed as usual. Within `with Ledger() as ledger:` torch shows the Ledger every operator
+that the rank calls, and the Ledger adds an entry, a `Collective`, for each operator that communicates.
 
-A Work is the object that torch returns for a collective in flight, so that the caller can wait for it. Wire bytes are
-the bytes that a rank sends, on average over the ranks: the function `wire_bytes` computes them for one collective, an
-entry keeps them in a field of that name, and a Ledger's property of that name adds up the entries' fields.
+    Work          the object that torch returns for a collective in flight, so that the caller can wait for it
+    wire bytes    the bytes that a rank sends, on average over the ranks
 """
 
 import re
@@ -22,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class WatchedWork(dist.Work):
-    """Stands in for the Work of gloo's send or recv, which has no callback and may be waited for only once.
+    """Stands in for the Work of gloo's send or recv, which has no callback and allows only one wait.
 
     A thread of `executor` waits for the Work, and then calls `on_completion`.
     """
 
     def __init__(self, work, on_completion, executor):
         super().__init__()
-        # A Ledger keeps this object. But a future that is done keeps neither `work` nor the received tensors alive.
+        # A Ledger keeps this object, but a future that is done doesn't keep `work` and its tensors.
         self.future = executor.submit(self.finish, work, on_completion)
 
     @staticmethod
@@ -52,20 +51,20 @@ class WatchedWork(dist.Work):
 class Collective:
     """An entry of a Ledger: a collective, or a send or recv, on one rank. Times are seconds of time.perf_counter."""
     kind: str  # the first value of a line of OPERATORS, such as "all_reduce"
-    size: int  # bytes of the full tensor, of which each rank has a part in a reduce-scatter or all-gather
+    size: int  # bytes of the full tensor; in a reduce-scatter or all-gather each rank has a part of it
     dtype: torch.dtype  # None for a barrier, which has no tensors
     group_size: int  # number of ranks in the process group
-    backend: str  # "gloo", "nccl", or "fake", with which a rank plays alone and nothing is sent
-    wire_bytes: float  # what the function `wire_bytes` returns for this collective
+    backend: str  # "gloo", "nccl", or "fake", which sends nothing
+    wire_bytes: float
     launched_at: float
-    completed_at: float | None = None  # None: still in flight, or nobody can see the end: see `_watch`
+    completed_at: float | None = None  # None: the collective is in flight, or nobody can see its end
 
 
-# An operator's full name is "namespace::name". All operators that communicate are in two namespaces: torch.distributed
-# calls those of c10d, and tensor parallelism and torch.compile call functional collectives, those of _c10d_functional.
+# An operator's full name is "namespace::name". Operators that communicate are in two namespaces. torch.distributed
+# calls the first; tensor parallelism and torch.compile call the second, the functional collectives.
 COLLECTIVE_NAMESPACES = "c10d", "_c10d_functional"
-# Operator of c10d -> kind of collective, name of the argument whose tensors are read (None: nothing is read), name of
-# the argument whose tensors are written (None: nothing is written).
+# Operator of c10d -> kind of collective, name of the argument that is read, name of the argument that is written. None:
+# nothing is read or written.
 OPERATORS = {
     "allreduce_": ("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
@@ -88,7 +87,7 @@ OPERATORS = {
     "barrier": ("barrier", None, None),
     "monitored_barrier_": ("barrier", None, None),
 }
-# Functional collective -> kind of collective. Each reads its first argument. A name may have endings: see ENDINGS.
+# Functional collective, without ENDINGS -> kind of collective. Each reads its first argument.
 FUNCTIONAL = {
     "all_reduce": "all_reduce",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -98,7 +97,7 @@ FUNCTIONAL = {
     "isend": "send",
     "irecv": "recv",
 }
-# Of several tensors at once: "_coalesced". Writes the result into the input, or into an argument: "_", "_out".
+# "_coalesced": for several tensors at once. "_" or "_out": the result is written into the input, or an argument.
 ENDINGS = re.compile("(_coalesced)?(_|_out)?$")
 # Operators in the two namespaces that send nothing.
 MOVES_NOTHING = {"c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
@@ -111,7 +110,7 @@ def named_arguments(schema, args, kwargs):
 
 
 def kind_and_tensors(operator, arguments):
-    """Return the kind of a collective, and one or two lists: the tensors that it reads, the tensors that it writes.
+    """Return (kind of a collective, [list of tensors that it reads, list of tensors that it writes]).
 
     A list is missing where OPERATORS has None. `arguments`: {name: value} of the operator's arguments.
     """
@@ -134,22 +133,21 @@ def wire_bytes(kind, size, group_size, backend):
         return size
     without_own_part = size * (group_size - 1) / group_size
     if kind in ("scatter", "gather"):
-        # In a scatter only the root sends, in a gather all ranks but the root. In both, all ranks together send the
-        # bytes without the root's own part, and this is the average.
+        # All ranks together send everything but the root's own part. This is the average of a rank.
         return without_own_part / group_size
     # gloo's reduce-scatter is an all-reduce underneath.
     is_all_reduce = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")
     if is_all_reduce:
         return 2 * without_own_part  # a reduce-scatter and an all-gather
-    # In a reduce-scatter, all-gather or all-to-all each rank sends so many bytes. In a broadcast or reduce all ranks
-    # but one send the whole tensor, and this is the average.
+    # In a reduce-scatter, all-gather or all-to-all each rank sends this. In a broadcast or reduce all ranks but one
+    # send the whole tensor, and this is the average.
     return without_own_part
 
 
 class Ledger(TorchDispatchMode):
-    """Lists, while entered, every collective that this rank starts, in order.
+    """Lists every collective that this rank starts in a `with` block, in order.
 
-    A Ledger is a TorchDispatchMode: while it is entered, torch calls its `__torch_dispatch__` in place of an operator.
+    A Ledger is a TorchDispatchMode: in the block torch calls its `__torch_dispatch__` in place of an operator.
 
         with Ledger() as ledger:
             optimizer.step()
@@ -164,11 +162,10 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.entries = []
         self.pending = []  # (Collective, threading.Event): the event is set when the collective is complete
-        # "send" or "recv" -> executor whose thread waits for the WatchedWorks of this kind. One thread is enough,
-        # because messages of a kind arrive in order.
+        # "send" or "recv" -> executor for the WatchedWorks of this kind. It has one thread, because messages of a kind
+        # arrive in order.
         self.executors = {}
-        # Never read: without a reference in Python, C++ would forget the Python half of a WatchedWork.
-        self.works = []
+        self.works = []  # WatchedWorks; never read: C++ loses a Work whose Python object is gone
 
     def __exit__(self, *exception):
         """Wait until all collectives are complete, unless there is an exception."""
@@ -203,13 +200,13 @@ class Ledger(TorchDispatchMode):
         return self._watch(entry, result)
 
     def entry_of(self, operator, arguments):
-        """Return a new Collective, or None if the operator moves nothing. Also called by harness/planning/alone.py."""
+        """Return a new Collective, or None if the operator moves nothing. harness/planning/alone.py calls this, too."""
         if operator in MOVES_NOTHING:
             return None
         kind, tensor_lists = kind_and_tensors(operator, arguments)
         group = _group(arguments)
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tensor_lists]
-        # Drop a 0: only the root of a scatter has an input, and only the root of a gather has an output.
+        # Drop zeros: only the root of a scatter has an input, and only the root of a gather has an output.
         sizes = list(filter(None, sizes))
         if kind in ("all_gather", "gather", "scatter"):  # the smaller list is this rank's part of the full tensor
             size = min(sizes, default=0) * group.size()
@@ -222,15 +219,15 @@ class Ledger(TorchDispatchMode):
         return Collective(kind, size, dtype, group.size(), backend, n_bytes_sent, time.perf_counter())
 
     def _watch(self, entry, result):
-        """See to it that `completed_at` of `entry` is set when the collective is complete.
+        """Arrange that `completed_at` of `entry` is set when the collective is complete.
 
-        `result` is what the operator has returned. Returns what the caller of the operator gets in its place.
+        result: what the operator has returned. Returns what the caller of the operator gets in its place.
         """
         # C++ returns a Work in a box, a torch.ScriptObject. Some operators return (tensors, boxed Work).
         has_tensors_too = isinstance(result, (tuple, list))
         boxed_work = result[-1] if has_tensors_too else result
-        # The fake backend sends nothing, and a functional collective returns a tensor and no Work: nobody can see when
-        # it is complete, and `completed_at` stays None.
+        # With the fake backend, or for a functional collective, which returns no Work, nobody can see the end. Then
+        # `completed_at` stays None.
         if entry.backend == "fake" or not isinstance(boxed_work, torch.ScriptObject):
             return result
         work = dist.Work.unbox(boxed_work)

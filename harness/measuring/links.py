@@ -1,20 +1,22 @@
 """Makes tables and pictures of rows measured on two hosts: how near to the best that a link allows each row comes.
 
-two_hosts.py measures the rows and calls this file. A row is a way to train, listed in harness/training/rows.py, which
-is the catalogue here. A RowId is a row's name, `base`, and maybe a size of bucket; a bucket is the unit in which DDP
-and stage 4 (stage4_overlap/, the row OVERLAP) send gradients. every_row.py has Row, one row's measurements, and Rows,
-all of them, here `measured` or `sweep`: `find` returns the Row of a name, `timed` returns it only if it has times,
-`over` divides a Row's times by another Row's, round by round, and returns the median of the quotients.
+two_hosts.py measures the rows and calls this file.
 
+    row        a way to train; the catalogue, harness/training/rows.py, lists all rows. OVERLAP is stage 4's row
+    bucket     the unit in which DDP and stage 4 (stage4_overlap/) send gradients
+    RowId      a row's name, `base`, and maybe a size of bucket
+    Row        the measurements of one row. `over` divides its times by another Row's, round by round, and returns the
+               median of the quotients
+    Rows       all Rows of a measurement, here `measured` or `sweep`: `find` returns the Row of a name, `timed` returns
+               it only if it has times; else they return None
     floor      the least time that a step can take: computing alone, or sending the row's bytes if that takes longer
-    curve      time of a step over that of computing alone, for links of several rates; each link is a measurement
-    ladder     the table in README.md; a rung is a row of that table
+    curve      a picture: the time of a step divided by the time of computing alone, on links of several rates
+    ladder     the table in README.md; a rung is a line of that table
     sweep      a short measurement of DDP and of stage 4 with buckets of several sizes, to find DDP's best size
     tuned      DDP with the better of the default size and the size that a sweep has found
     exposed    time in which messages are in flight and the rank doesn't compute
-
-`column` describes a column of a table by a title, a function of a row (or the name of a row's attribute), where the
-numbers come from, and their format.
+    column     describes a column of a table: a title, a function of a row (or the name of a row's attribute), where the
+               numbers come from, and their format
 """
 
 from typing import NamedTuple
@@ -39,8 +41,8 @@ from harness.training.rows import (
 
 # Dtype of the parameters -> how the name of a row with this dtype ends, such as "stage 4 overlap bf16".
 ENDINGS = {"float32": "", "bfloat16": " bf16"}
-# These two stand in CURVES below in place of a row's name. TUNED: the row that `tuned_ddp` returns.
-TUNED = "ddp, tuned"
+# CURVES below has these two texts in place of a row's name.
+TUNED = "ddp, tuned"  # the row that `tuned_ddp` returns
 FLOOR = "floor"
 
 
@@ -55,7 +57,7 @@ class Link(NamedTuple):
         return self.rate.replace("kbit", " Kbit/s").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
     def ms(self, row):
-        """Return the ms in which the link carries a Row's bytes, by formula; None if the row couldn't be examined."""
+        """Return the ms that the link needs for a Row's bytes, by formula; None if the row couldn't be examined."""
         n_bytes = row.figure("wire_bytes_theory")
         return None if n_bytes is None else 1000 * 8 * n_bytes / self.bits_per_second
 
@@ -63,8 +65,8 @@ class Link(NamedTuple):
 def tuned_ddp(measured, sweep):
     """Return the faster of DDP's two Rows: with buckets of the default size, or of the size that a sweep has chosen.
 
-    A sweep is short, so the size that it has chosen may turn out to be slower. `sweep`: the Rows of a sweep, or None.
-    Returns None if nobody has swept, or if DDP has no times.
+    A sweep is short, so its size may turn out to be slower. `sweep`: the Rows of a sweep, or None. Returns None without
+    a sweep, or if DDP has no times.
     """
     ddp_rows = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
     has_swept_size = any(row.row_id.bucket_mb is not None for row in ddp_rows)
@@ -92,7 +94,7 @@ def stage4_over(measured, row):
 
 
 def link_sheet(measured, link):
-    """Make the table of a link: each row's time, that time divided by the floor, and stage 4's time divided by it."""
+    """Make the table of a link: each row's time, the time divided by the floor, stage 4's time divided by the time."""
     return sheet_of(
         f"A link of {link.words}, {rounds_in_words(measured.settings)}", measured.rows, {
             "name": name_column(lambda row: row.row_id.label),
@@ -108,7 +110,7 @@ def ladder_sheet(measured, tuned):
     ddp = tuned or measured.timed(REFERENCE)
 
     def row_of(rung):
-        """Return the Row that a rung shows, or None. DDP is shown with its better buckets."""
+        """Return the Row that a rung shows, or None. The tuned DDP is shown."""
         return ddp if rung.row == REFERENCE else measured.timed(rung.row)
 
     def peak(rung):
@@ -127,14 +129,14 @@ def ladder_sheet(measured, tuned):
 # ------------------------------------------------------------------------------------------------------------ The curve
 
 
-# Name in the curve's table and picture -> name of the row, TUNED or FLOOR. In order, from the slowest to the fastest.
+# Name in the curve's table and picture -> name of the row, TUNED or FLOOR. The slowest comes first.
 CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, grad buffer": GRAD_BUFFER,
           "FSDP2": FSDP2, "DDP, default buckets": REFERENCE, "DDP, tuned buckets": TUNED, "stage 4, overlap": OVERLAP,
           FLOOR: FLOOR}
 
 
 def has_curve(measured):
-    """Return whether the rows that a point of every curve needs, or that only the curve's runs have, were timed."""
+    """Return whether the rows were timed without which there is no curve."""
     return all(measured.timed(name) for name in (COMPUTE_ONLY, ALL_GATHER, OVERLAP))
 
 
@@ -154,9 +156,9 @@ def over_computing(measured, link, tuned):
 
 
 def curve_sheet(measured, link, tuned):
-    """Make the curve's table with a column for this link only.
+    """Make this link's column of the curve's table. A page puts the columns of all links together.
 
-    Its lines are the names in CURVES, and six facts of the measurement. A page puts the columns of all links together.
+    The table has a line for each name in CURVES, and for each of six facts of the measurement.
     """
     stage4 = measured.timed(OVERLAP)
     over_tuned = stage4_over(measured, tuned) if tuned else None
@@ -193,7 +195,7 @@ def buckets_sheet(sweep, link):
         # On gloo stage 4 sends pieces from rank to rank in place of a reduce-scatter.
         return n_by_kind.get("send") or n_by_kind.get("reduce_scatter")
     sizes_of_rows = {row.row_id.bucket_mb for row in sweep.rows}
-    # In the order of SIZES. None is the default size, and stands last.
+    # In the order of SIZES. None, the default size, comes last.
     tried = [size for size in (*SIZES, None) if size in sizes_of_rows]
     return sheet_of(
         f"Bucket size, ms a step, {link.words}, {rounds_in_words(sweep.settings)}", tried, {
@@ -221,14 +223,14 @@ def swept_times(sweep, base):
 
 
 def to_draw(measured, link, sweep, tuned):
-    """Return the raw numbers of this link's pictures, as a Report keeps them under `drawn`; pictures.py draws them.
+    """Return the raw numbers of this link's pictures, which a Report keeps under `drawn` and pictures.py draws.
 
-    The pictures are recorded steps of rows of the ladder, this link's points of the curve, and the sweep. What wasn't
+    The pictures show recorded steps of the ladder's rows, this link's points of the curve, and the sweep. What wasn't
     measured is left out.
     """
     drawn = {"rate": link.words, "bits_per_second": link.bits_per_second}
     ladder = {base: measured.find(base) for base in catalogue.LADDER}
-    ladder[REFERENCE] = tuned or ladder[REFERENCE]  # DDP, with which stages are compared, is shown at its best
+    ladder[REFERENCE] = tuned or ladder[REFERENCE]  # DDP is shown at its best
     steps = [(row.row_id.name, row.step) for row in ladder.values() if row and row.step]
     if steps:
         drawn |= pictures.to_draw(steps, f"One recorded step of rank 0 on 2 hosts with a link of {link.words}, and "

@@ -4,8 +4,9 @@
 
 The program trains a small GPT on the source of Python's standard library, on two ranks. After the last step it measures
 the loss on text that no step has seen. Then DDP, stage 4 (the optimizer in stage4_overlap/) and variants/same_bits.py
-train on 1, 2, 4 and 8 ranks, and the program measures by how much the parameters differ from those on 1 rank. If you
-give --json results/losses.json, `make report` writes the losses into variants/README.md, and draws the differences for
+train on 1, 2, 4 and 8 ranks, and the program measures by how much the parameters differ from those on 1 rank.
+
+With --json results/losses.json, `make report` writes the losses into variants/README.md, and draws the differences for
 docs/same_bits.md.
 """
 # The words of this file:
@@ -13,7 +14,7 @@ docs/same_bits.md.
 #   configuration  a way to train: DDP, stage 4, or a variant
 #   build          a function of a model and AdamW's arguments, which returns a Training
 #   Training       an object with a model, an optimizer, and the parts of a step as methods
-#   rank           which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   rank           a Rank (harness/ranks/meeting.py): the number of this process, its device, the number of all ranks
 #   workers        the ranks: workers.run(function, *arguments) calls function(rank, *arguments) on each of them, and
 #                  returns the results by rank; on_rank_0 does the same, and returns rank 0's result
 
@@ -36,8 +37,8 @@ SEEDS = range(3)  # of model and text
 BETAS2 = 0.95, 0.999  # AdamW's beta2, by turns: the decay rate of its second moment
 FP32 = "stage 4, fp32"
 BF16 = "stage 4, bf16"
-# Name -> (build, base). The base is the name of a configuration whose parameters have the same dtype, and with whose
-# loss this configuration's loss is compared. Models of the base BF16 have parameters in bf16, the other models in fp32.
+# Name -> (build, base). The base is the configuration with whose loss this one's is compared: stage 4, with parameters
+# of the same dtype.
 CONFIGURATIONS = {
     FP32: (stage(STAGE_4), FP32),
     "DDP": (ddp, FP32),
@@ -100,9 +101,8 @@ def loss_sheet(losses):
 
 
 # A leaf is a micro-batch. A step has LEAVES leaves on all ranks together, so any number of RANKS trains on the same
-# data. A sum of gradients in another order has other rounding errors. variants/same_bits.py adds the gradients of the
-# leaves in one order on any number of ranks, so its parameters should be the same to the bit. The parameters of DDP
-# and stage 4 differ.
+# data. variants/same_bits.py adds the gradients of the leaves in the same order on any number of ranks, so its
+# parameters should be the same to the bit. DDP and stage 4 add in other orders, and so have other rounding errors.
 LEAVES = 8
 RANKS = 1, 2, 4, 8
 MAX_NORM = 1.0  # gradients are clipped to this norm
@@ -121,14 +121,14 @@ def params_by_step(rank, method):
     batches_of_leaves = [
         corpus.Batches(text, BY_RANKS.batch_size, BY_RANKS.sequence_length, leaf, LEAVES, BY_RANKS.seed)
         for leaf in range(first_leaf, first_leaf + n_own_leaves)]
-    # The gradient of a step is to be the mean over all leaves. DDP and stage 4 divide only by the number of ranks.
-    # same_bits divides by the number of leaves.
+    # The gradient of a step should be the mean over all leaves. same_bits divides by the number of leaves itself. DDP
+    # and stage 4 divide by the number of ranks, so here their losses are divided by the leaves of a rank.
     divisor = 1 if method == SAME_BITS else n_own_leaves
     params_after = []
     for step in range(BY_RANKS.steps):
         for batches in batches_of_leaves:
             is_last = batches is batches_of_leaves[-1]
-            # Gradients are sent in the last backward pass of a step, and only add up in the passes before.
+            # Gradients are sent in the last backward pass of a step. In earlier passes they only add up.
             context = contextlib.nullcontext() if is_last else training.no_sync()
             with context:
                 loss = training.forward(*batches.batch(step))
@@ -141,10 +141,9 @@ def params_by_step(rank, method):
 
 
 def measure_differences():
-    """Train with each method on 1, 2, 4 and 8 ranks.
+    """Train with each method on 1, 2, 4 and 8 ranks. Returns {"method, n ranks": [number, …] by step}.
 
-    Returns {"method, n ranks": [number, …] by step}. A number is the largest difference of any parameter from the same
-    parameter after the same step on 1 rank.
+    A number is the largest difference of any parameter from its value after the same step on 1 rank.
     """
     params_of_1_rank = {}  # method -> what `params_by_step` returns on 1 rank
     differences = {}
@@ -161,7 +160,7 @@ def measure_differences():
 
 
 def describe(rank):
-    """Say in words on which ranks, with which model and which batch the losses were measured."""
+    """Return the conditions of the losses in words: the ranks, the model and the batch."""
     numel = sum(param.numel() for param in make_model(SETTINGS, rank, "float32").parameters())
     return " · ".join([
         f"{rank.backend}, {rank.world_size} ranks", f"{SETTINGS.model}: {numel:,} parameters, AdamW",

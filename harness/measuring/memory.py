@@ -10,8 +10,8 @@
 A storage is the block of memory in which torch keeps a tensor and all views of it. A main parameter is the fp32 copy of
 a 16-bit parameter: an optimizer updates it, and writes it rounded into the parameter.
 
-Memory counts what tensors hold, on a CPU as on a GPU. It doesn't count what a kernel needs only while the kernel runs,
-nor buffers of the communication library.
+Memory counts what tensors hold. It doesn't count what a kernel needs while it runs, nor buffers of the communication
+library.
 """
 
 import collections
@@ -31,11 +31,12 @@ REST = "buffers"
 class Memory(TorchDispatchMode):
     """Follows every storage from the operator that returns it to the moment when nothing refers to it any more.
 
-    Memory is a TorchDispatchMode: while it is entered, torch calls `__torch_dispatch__` in place of every operator,
-    also of operators that C++ calls, for autograd or for the buckets of DistributedDataParallel. A view has the storage
-    of its base, which is counted already. A storage that torch.from_dlpack makes in the memory of another storage adds
-    no bytes, either. A tensor from before the start counts as soon as an operator returns the tensor or a view of it,
-    or `track` gets the tensor. The idea is from torch's own MemTracker.
+    Memory is a TorchDispatchMode: in a `with` block torch calls `__torch_dispatch__` in place of every operator, also
+    of operators that C++ calls, for autograd or for DDP's buckets. The idea is from torch's own MemTracker.
+
+    - A view adds no bytes, because it has the storage of its base.
+    - A storage that torch.from_dlpack makes in the memory of another storage adds no bytes, either.
+    - A tensor from before the block counts as soon as an operator returns it or a view of it, or `track` gets it.
     """
 
     def __init__(self, device="cpu"):
@@ -45,12 +46,10 @@ class Memory(TorchDispatchMode):
         # gloo's threads free tensors at any moment, and `_set` then runs in such a thread. The lock is reentrant,
         # because `_track` holds it while it calls `_set`.
         self.lock = threading.RLock()
-        # Storage -> [bytes that count for it]. In a list, because `_set` needs a place to write when the storage is
-        # gone.
+        # Storage -> [bytes that count for it]. In a list, so that `_set` can write 0 when the storage is gone.
         self.counted = weakref.WeakKeyDictionary()
         self.kinds = weakref.WeakKeyDictionary()  # storage -> its kind, which `mark` writes
-        # Storage -> the storage in whose memory it lies. `_from_dlpack` writes it; other storages have their own
-        # memory.
+        # Storage that from_dlpack has made -> the storage in whose memory it lies. `_from_dlpack` writes it.
         self.owners = weakref.WeakKeyDictionary()
 
     def __enter__(self):
@@ -58,11 +57,11 @@ class Memory(TorchDispatchMode):
             forget_peaks(self.device)
             # `reserved` subtracts this figure. A CPU has no such figure.
             self.allocated_before = torch.cuda.memory_allocated(self.device)
-        # resize_ frees or takes memory, from_dlpack makes a second storage. Neither is an operator, so while this
-        # Memory is entered, functions that count stand in for both.
+        # resize_ frees or takes memory, and from_dlpack makes a second storage. Neither is an operator. So in the block
+        # functions that count stand in for both.
         self.torchs_resize = torch.UntypedStorage.resize_
         self.torchs_from_dlpack = torch.from_dlpack
-        # A lambda, because Python passes the storage as the first argument to a function, and not to a bound method.
+        # A lambda becomes a method of the storage, which is its first argument. A bound method would stay our method.
         torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
         torch.from_dlpack = self._from_dlpack
         return super().__enter__()
@@ -74,9 +73,9 @@ class Memory(TorchDispatchMode):
 
     @property
     def reserved(self):
-        """Return the peak of bytes that torch's caching allocator reserved, less the tensors from before the start.
+        """Return the peak of bytes that torch's caching allocator reserved, less the tensors from before the block.
 
-        These bytes include workspaces of kernels, and rounding: sizes of large tensors are rounded up to 1 MiB.
+        These bytes include workspaces of kernels, and rounding: large tensors are rounded up to 1 MiB.
         """
         return torch.cuda.max_memory_reserved(self.device) - self.allocated_before
 
@@ -118,7 +117,7 @@ class Memory(TorchDispatchMode):
     def hold(self, n_bytes):
         """Add `n_bytes` to the live bytes; a negative number takes bytes away.
 
-        The bytes may belong to no tensor: a dry run (harness/planning/alone.py) so counts activations.
+        harness/planning/alone.py so counts activations, which belong to no tensor there.
         """
         self.live += n_bytes
         self.peak = max(self.peak, self.live)
@@ -140,7 +139,7 @@ class Memory(TorchDispatchMode):
             self._set(self.counted[storage], storage.nbytes())
 
     def _owner(self, storage):
-        """Return the storage in whose memory `storage` lies, which may be `storage`."""
+        """Return the storage in whose memory `storage` lies, mostly `storage` itself."""
         return self.owners.get(storage, storage)
 
     def _set(self, counted_bytes, n_bytes):

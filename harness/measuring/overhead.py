@@ -3,16 +3,17 @@
     python -m harness.measuring.overhead [--params 1000 10000] [--json PATH]         # or: make bench WHAT=small
 
 The program times steps that clip gradients, on ranks of this machine, by DDP and by stages 3 and 4 (the optimizers in
-stage3_gradbuffer/ and stage4_overlap/): at which size is a model too small for them? `measure_host` makes the table
-"host" of `make bench` and `make bench WHAT=cuda`. There one process plays rank 0 of 8, its messages go nowhere, and the
-model's tensors are tiny, so what takes time is Python: launches of kernels, hooks, and what is wrapped around AdamW.
+stage3_gradbuffer/ and stage4_overlap/): at which size is a model too small for them?
+
+`measure_host` makes the table "host" of `make bench` and `make bench WHAT=cuda`. One process plays rank 0 of 8. Its
+messages go nowhere, and the model's tensors are tiny, so what takes time is Python.
 """
 # The words of this file:
-#   row       a way to train; harness/training/rows.py, the catalogue, lists all of them
-#   method    the first half of this file, about small models, calls its three rows methods
+#   row       a way to train; the catalogue, harness/training/rows.py, lists all rows
+#   method    one of the three rows of the first half of this file, which is about small models
 #   build     a function of a model and AdamW's arguments, which returns a Training
 #   Training  an object with a model, an optimizer, and the parts of a step as methods
-#   rank      which rank runs a function, on which device: a harness.ranks.meeting.Rank
+#   rank      a Rank (harness/ranks/meeting.py): the number of this process, its device, the number of all ranks
 #   column    describes a column of a table: a title, a function of a row, where the numbers come from, and their format
 
 import functools
@@ -126,9 +127,10 @@ N_PLAYED_RANKS = 8
 HOST_STEPS = 60  # of each row that are timed
 PLAIN = "plain AdamW"
 ADAMW = {"lr": 1e-3, "fused": True}
-# Name -> build. `is_alone`: DDP gets a gloo group of this process alone, because DDP can't work with ranks whose
-# messages go nowhere. "core": a stage without its guard, the code that refuses wrong use. `bucket_cap_mb`: the size of
-# a bucket, in which stage 4 sends gradients, in MiB.
+# Name -> build.
+#   is_alone: DDP gets a gloo group with only this process, because DDP can't work with messages that go nowhere
+#   "core": a stage without its guard, the code that refuses wrong use
+#   bucket_cap_mb: MiB of a bucket, the unit in which stage 4 sends gradients
 ROWS = {
     PLAIN: catalogue.compute_only,
     catalogue.REFERENCE: catalogue.with_ddp(torch.optim.AdamW, is_alone=True),
@@ -146,8 +148,8 @@ ROWS = {
 class Chain(nn.Module):
     """A model of N_TENSORS matrices, one after the other, in blocks. Its input is (1, SIDE).
 
-    `blocks` has this name because FSDP2's row in the catalogue treats each of `model.blocks` as a unit. `forward`
-    returns a loss; the targets, which a Training passes on to the model, are None.
+    FSDP2's row in the catalogue treats each of `model.blocks` as a unit. `forward` returns a loss. A Training passes
+    targets, which are unused here.
     """
 
     def __init__(self):

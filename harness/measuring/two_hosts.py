@@ -1,18 +1,21 @@
-"""Measures rows of the bench on two hosts, made on one machine and joined by a link of limited rate.
+"""Times several ways of training on two hosts, which one machine plays, with a link of limited rate between them.
 
     python -m harness.measuring.two_hosts [--rate 300mbit] [--rows TEXT] [--json PATH]     # or: make bench WHAT=network
 
 Exit code: 0; 1 when a row is wrong or fails, or a host can't be made; 2 for bad input.
 """
 # The words of this file:
-#   row     a way to train, listed with its name in harness/training/rows.py, the catalogue
-#   RowId   the name of a row, `base`, and maybe a size of bucket
-#   bucket  the unit in which DDP and stage 4 (the optimizer in stage4_overlap/) send gradients
-#   sweep   a short measurement of DDP and stage 4 with buckets of several sizes
-#   curve   a picture of the time of a step on links of several rates
-#   ladder  the table of DDP and the stages in README.md
-#   host    a network namespace of Linux, in which processes see a network of their own, as on another machine
-#   rank    a process that trains; here the number of that process
+#   row      a way to train; the catalogue, harness/training/rows.py, lists all rows
+#   RowId    a row and a size of bucket: `base` is the row's name, `name` also says the size if it isn't the default
+#   stage    an optimizer of this project, in a folder stage*/
+#   variant  a changed stage, in variants/
+#   bucket   the unit in which DDP and stage 4 send gradients
+#   sweep    a short measurement of DDP and stage 4 with buckets of several sizes
+#   tuned    with the size of bucket that was DDP's best in a sweep
+#   curve    a picture of the time of a step on links of several rates
+#   ladder   the table of DDP and the stages in README.md
+#   host     a network namespace of Linux, in which processes see a network of their own, as on another machine
+#   rank     the number of a process that trains
 
 import ctypes
 import functools
@@ -35,12 +38,12 @@ def options():
     add = parser.add_argument
     add("--rate", default="1gbit", help="of the link, as tc writes it: 300mbit, 1gbit (default 1gbit)")
     add("--model", choices=MODELS, default="tiny", help="(default tiny)")
-    command_line.add_sizes(add, batch_size=8)
+    command_line.add_sizes(add, batch_size=8)  # adds --batch-size and --sequence-length
     add("--rounds", type=COUNT, default=4, help="in each, every row is timed once (default 4)")
     add("--steps", type=COUNT, default=6, help="timed in a round, one by one (default 6)")
     add("--ranks-per-host", type=COUNT, default=1, help="processes on each of the two hosts (default 1)")
     add("--rows", default="", metavar="TEXT", help="rows whose name contains TEXT, or one of several texts with "
-        "commas between them (ddp and compute only are always measured); curve: the rows of the curve")
+        "commas between them ('ddp' and 'compute only' are always measured); curve: the rows of the curve")
     add("--sweep", action="store_true", help="first time DDP and stage 4 with buckets of several sizes; DDP is then "
         "also measured with its best size")
     add("--json", type=Path, metavar="PATH", help="write the result there as well")
@@ -76,22 +79,23 @@ from harness.training.rows import (
 )
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+# Rows of other projects and of the first stages. "owner reduce" sends each gradient only to the rank that updates it.
 FIRST_ROWS = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, "ddp + stage 2", ZERO, FSDP2, FSDP2_RESHARD, REPLICATED,
                                        NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, "owner reduce")]
+# Stage 4. In HALF_OVERLAPS only gradients, or only parameters, or neither travel while a rank computes.
 LAST_ROWS = [RowId(name) for name in (*HALF_OVERLAPS, OVERLAP, "compute only bf16", OVERLAP_BF16)]
-# Measured if --rows doesn't say otherwise. Of "owner reduce" there are two rows: with its default buckets, and of 2
-# MiB.
+# Measured if --rows doesn't say otherwise. "owner reduce" is there twice: with default buckets, and with 2 MiB.
 ROWS = [*FIRST_ROWS, RowId("owner reduce", 2), *LAST_ROWS]
 # The rows of results/curve.svg, which --rows curve measures.
 CURVE = [RowId(name) for name in (COMPUTE_ONLY, REFERENCE, REPLICATED, ALL_GATHER, GRAD_BUFFER, OVERLAP, FSDP2)]
-# Of these rows a step is recorded, to show which part of the communication is exposed.
+# Rows of which a step is recorded, to show in how much of its time a rank communicates and doesn't compute.
 RECORDED = {FSDP2, *LADDER, *HALF_OVERLAPS}
-VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # measured where --rows asks for them
+VARIANTS = [RowId(row.name) for row in catalogue.VARIANTS]  # measured only if --rows asks for them
 ALWAYS_MEASURED = REFERENCE, COMPUTE_ONLY  # whatever --rows says
-# The rows of a sweep. For the curve, DDP alone is swept, with fewer sizes.
+# The rows of a sweep. Sizes are in MiB; None: the default size. For the curve only DDP is swept, with fewer sizes.
 SWEPT = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 2, 4, 8)] + [RowId(OVERLAP, size) for size in SIZES]
 SWEPT_FOR_CURVE = [RowId(REFERENCE, size) for size in (None, 0.25, 1, 4)]
-TUNED = [REFERENCE, ZERO]  # these rows are also measured with the bucket size that is DDP's best
+TUNED = [REFERENCE, ZERO]  # after a sweep these rows are also measured tuned
 
 
 def parse():
@@ -114,8 +118,7 @@ def link_of(rate):
     return Link(rate, bits_per_second)
 
 
-# --------------------------------------- Two network namespaces of Linux, and between them a link that has the asked
-# rate
+# --------------------------------------------------------------------------------------- Two hosts, and their link
 
 
 NETWORK = "10.99.0.0/24"  # inside the namespaces: no other program sees these addresses
@@ -125,10 +128,10 @@ CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 class Hosts:
-    """Makes two network namespaces, and a link between them, while entered.
+    """Makes two hosts and a link between them at the start of a `with` block, and removes them at its end.
 
-    The link is a pair of virtual network devices, one in each namespace. If this process gets SIGKILL, the namespaces
-    stay until `ip netns delete` removes them.
+    The link is a pair of virtual network devices, one on each host. If this process gets SIGKILL, the namespaces stay
+    until `ip netns delete` removes them.
     """
 
     def __init__(self, rate, ranks_per_host=1):
@@ -171,9 +174,9 @@ class Hosts:
                 signal.signal(number, handler)
 
     def enter(self, rank):
-        """Move the process that calls this, of rank number `rank`, to the rank's host. Workers calls it at the start.
+        """Move this process, which is rank `rank`, into the network namespace of its host.
 
-        Each host has every second core of the machine.
+        Each new process of Workers calls this method. A host has every second core of the machine.
         """
         host = rank // self.ranks_per_host
         with open(Path("/run/netns", self.names[host])) as namespace:
@@ -198,8 +201,7 @@ def run(*command):
 # ---------------------------------------------------------------------------------------- What is measured on two hosts
 
 
-# A sweep times one round of at most so many steps. It only chooses a size; the row with that size is measured as usual.
-SWEEP_STEPS = 3
+SWEEP_STEPS = 3  # the most steps of a sweep, in one round: it only chooses a size
 TIMEOUT_S = 600  # limit for one collective: on a slow link a step takes a minute
 LIMIT_S = 3600  # limit for one call of a function on all ranks, which measures one row
 
@@ -213,9 +215,9 @@ def measure(args):
     settings = Settings(args.model, args.batch_size, args.sequence_length, args.rounds, args.steps)
     link = link_of(args.rate)
     is_curve = args.rows == "curve"
-    sweep = None  # the Rows of a sweep
-    tuned_ids = []  # RowIds of TUNED with the size of bucket that the sweep has chosen
-    # A rank that starts calls hosts.enter with its number.
+    sweep = None  # Rows, the measurements of a sweep
+    tuned_ids = []  # the RowIds of tuned rows
+    # Each process that Workers starts calls hosts.enter with its rank.
     with Hosts(args.rate, args.ranks_per_host) as hosts, \
             Workers(2 * args.ranks_per_host, TIMEOUT_S, LIMIT_S, hosts.enter) as workers:
         if args.sweep:
@@ -223,6 +225,7 @@ def measure(args):
             sweep = every_row.measure_rows(workers, short_settings, SWEPT_FOR_CURVE if is_curve else SWEPT)
             tuned_ids = tuned_row_ids(sweep)
         row_ids = rows_to_measure(args, tuned_ids)
+        # With --rows no step is recorded.
         measured = every_row.measure_rows(workers, settings, row_ids, recorded=() if args.rows else RECORDED)
         n_cores = on_rank_0(workers, count_cores)  # of one host
     return measured, report_of(measured, link, sweep, n_cores)
@@ -234,12 +237,9 @@ def count_cores(rank):
 
 
 def tuned_row_ids(sweep):
-    """Return RowIds of TUNED with the size of bucket with which DDP was fastest in a sweep.
-
-    Returns [] if DDP was fastest with the default size, or has no times.
-    """
+    """Return the RowIds of tuned rows; [] if DDP was fastest with its default size, or has no times."""
     ddp_rows = [row for row in sweep.rows if row.row_id.base == REFERENCE]
-    fastest = min(ddp_rows, key=lambda row: row.median_ms)
+    fastest = min(ddp_rows, key=lambda row: row.median_ms)  # a row that has failed has no times: its median is inf
     size = fastest.row_id.bucket_mb
     if size is None or not fastest.rounds_ms:
         return []
@@ -247,7 +247,7 @@ def tuned_row_ids(sweep):
 
 
 def rows_to_measure(args, tuned_ids):
-    """Return the RowIds that --rows asks for. Behind a row stands its RowId in `tuned_ids`, if there is one."""
+    """Return the RowIds that --rows asks for. Each is followed by the tuned RowId of the same row, if there is one."""
     if args.rows == "curve":
         asked = CURVE
     elif args.rows:
@@ -263,21 +263,25 @@ def rows_to_measure(args, tuned_ids):
 
 
 def report_of(measured, link, sweep, n_cores):
-    """Make a Report of what was measured: its tables, its conditions in words, and what pictures need."""
+    """Make a Report of the measurements: tables, the conditions in words, and what pictures need.
+
+    `measured.find` returns the Row of a name; `measured.timed` returns it only if it has times. Else they return None.
+    """
     sheets = {"rows": every_row.rows_sheet(measured), "link": links.link_sheet(measured, link)}
     if sweep:
         sheets["buckets"] = links.buckets_sheet(sweep, link)
     if every_row.has_variants(measured):
         sheets["times"] = every_row.times_sheet(measured)
-    tuned = links.tuned_ddp(measured, sweep)  # DDP's faster Row; None if nobody has swept
+    tuned = links.tuned_ddp(measured, sweep)  # the faster Row of DDP's two, default and tuned; None without a sweep
     stage4 = measured.timed(OVERLAP)
     if links.has_curve(measured):
         sheets["curve"] = links.curve_sheet(measured, link, tuned)
     if all(measured.find(name) for name in LADDER):
         sheets["ladder"] = links.ladder_sheet(measured, tuned)
-    # The time of stage 4 over that of tuned DDP, which a page says in a sentence.
+    # Stage 4's time divided by tuned DDP's, for a sentence on a page.
     figures = {"over_tuned": f"{stage4.over(tuned):.2f}"} if stage4 and tuned else {}
     words = measured.words(f" on 2 hosts of {n_cores} core(s), TCP {TCP}")
+    # `made` is a Made: the machine, the release of torch, the commit and the date.
     return Report(measured.conditions.made, sheets, words, figures, links.to_draw(measured, link, sweep, tuned))
 
 
@@ -285,7 +289,7 @@ def report_of(measured, link, sweep, n_cores):
 
 
 def exit_on_signals():
-    """Let SIGTERM and SIGHUP end this process as Ctrl-C does: ranks are ended, and namespaces removed.
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, after its ranks have ended and its hosts are removed.
 
     A second signal is ignored, because it could come before `Hosts.__exit__` ignores signals, and leave namespaces.
     """

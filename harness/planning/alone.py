@@ -1,17 +1,17 @@
 """Plays rank 0 of d ranks in one process, without memory or network, to count bytes and list events.
 
-A dry run trains for two steps on tensors that have sizes and no memory, those of torch's device "meta". So nothing is
-computed and nothing is sent. plan.py and bench.py make tables of what dry runs count; replay.py plays the events of a
-dry run with the speed of real machines.
+A dry run trains for two steps on tensors of torch's device "meta", which have sizes and no memory. Nothing is computed,
+and nothing is sent. plan.py and bench.py make tables of what dry runs count. replay.py plays the events of a dry run
+with the speed of real machines.
 
-    row               a way to train, with a name, in harness/training/rows.py, which is the catalogue here
+    row               a way to train; the catalogue, harness/training/rows.py, lists all rows
     RowId             the name of a row, and maybe the size of a bucket
     bucket            the unit in which DDP and stage 4 send gradients
     stage             an optimizer of this project, in a folder stage*/
-    core              a stage's algorithm, the class ShardedOptimizer, which dry runs call
-    guard             the code around a core that refuses wrong use; dry runs are without it
-    main parameter    the fp32 copy of a 16-bit parameter, which an optimizer updates and then rounds into the parameter
+    core              a stage's class ShardedOptimizer: its algorithm without the guard, the code that refuses wrong use
+    main parameter    the fp32 copy of a 16-bit parameter; an optimizer updates it, and rounds it into the parameter
     work              what torch returns for a collective in flight: an object, on which a rank waits
+    launch            the call of a collective
     micro-batch       what one forward and one backward pass train on; several may make up a step
     transport         the class by which stage 4 sends; Exchange is the transport for gloo
 """
@@ -44,16 +44,17 @@ from stage4_overlap.transport import Exchange
 
 
 class Event(NamedTuple):
-    """What rank 0 does at one moment of a step. The comment on a field says for which values of `what` it is set."""
-    what: str  # "compute"; "launch": a collective leaves; or "wait": computing stops until a message has arrived
-    phase: str  # always set: "forward", "backward" or "step"
+    """What rank 0 does at one moment of a step."""
+    what: str  # "compute"; "launch"; or "wait": computing stops until a message has arrived
+    phase: str  # "forward", "backward" or "step"
+    # A field below is set only for the values of `what` that its comment begins with.
     flops: float = 0  # compute: floating-point operations
     n_bytes: int = 0  # compute: bytes that are read and written in memory; launch: bytes of the full tensor
     kind: str = ""  # launch: kind of the collective, such as "all_gather"; between two ranks "send" or "recv"
     index: int = 0  # launch: its number among the launches of the step; wait: the number of the awaited launch
     lag: int = 0  # wait: how many steps ago the awaited launch was, 0 or 1
     group_size: int = 0  # launch: how many ranks take part
-    stride: int = 1  # launch: of every `stride` neighbouring ranks one takes part
+    stride: int = 1  # launch: the difference between the numbers of two neighbouring ranks in the group
 
 
 class Cost(NamedTuple):
@@ -76,8 +77,7 @@ class Recorded(NamedTuple):
         return sum(self.held.values()) / self.numel
 
 
-# A DryRun keeps so many of the last works alive, because torch's C++ loses a work whose Python object is gone.
-WORKS_KEPT = 64
+WORKS_KEPT = 64  # the last works, which a DryRun keeps: C++ loses a work whose Python object is gone
 FP32_BYTES = 4  # of one value
 
 
@@ -90,13 +90,12 @@ class DryRun(Memory):
     def __init__(self):
         super().__init__()
         self.last_works = deque(maxlen=WORKS_KEPT)  # FakeWorks; never read
-        # A Ledger lists collectives. Here only its `entry_of` is called, which tells the kind and the bytes of a
-        # collective from the arguments of its operator.
+        # Only its method `entry_of` is called: it finds out the kind and the bytes of a collective.
         self.ledger = Ledger()
         self.begin_step(0)
 
-    # torch asks this private method. Without it, torch protects every operator from being compiled, which takes most of
-    # the time of a dry run.
+    # torch asks this private method. If it returned True, torch would keep the compiler away from every operator, which
+    # takes most of the time of a dry run.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
     def begin_step(self, step_number):
@@ -104,14 +103,14 @@ class DryRun(Memory):
         self.step_number = step_number
         self.phase = "forward"  # the function `record` sets the next phases
         self.events = []  # of this step
-        # (number of the step, index of the launch) of launches for which DDP waits at the end of the backward pass.
-        # FakeWork.get_future adds them; the function `record` makes "wait" events of them.
+        # (number of the step, index of the launch): DDP waits for these launches at the end of the backward pass.
+        # FakeWork.get_future adds them, and the function `record` makes "wait" events of them.
         self.awaited_by_ddp = []
         self.n_launched = 0  # number of collectives launched in this step so far
         self.reset_peak()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Call the operator `function`, and add an event. A collective, an operator of c10d, is not called."""
+        """Call the operator `function`, and add an event. Collectives, the operators of c10d, are not called."""
         kwargs = kwargs or {}
         if function.namespace == "prim":  # asks for a property of a tensor
             return function(*args, **kwargs)
@@ -138,6 +137,7 @@ class DryRun(Memory):
         if kind in ("broadcast", "reduce") and entry.group_size == 2:  # is a message from one rank to the other
             rank_0_is_root = arguments["root_rank"] == 0
             root_sends = kind == "broadcast"  # in a reduce the root receives
+            # Rank 0 sends as a root that sends, or as the other rank of a root that receives.
             kind = "send" if rank_0_is_root == root_sends else "recv"
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(arguments["process_group"]))
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1  # the ranks of a group have equal distances
@@ -149,7 +149,7 @@ class DryRun(Memory):
         return work.boxed() if len(schema.returns) == 1 else (args[0], work.boxed())
 
     def wait(self, step_number, index):
-        """Add a "wait" event: the rank waits for launch `index` of step `step_number`."""
+        """Add a "wait" event, for launch `index` of step `step_number`."""
         self.events.append(Event("wait", self.phase, index=index, lag=self.step_number - step_number))
 
 
@@ -161,7 +161,7 @@ class FakeWork(dist.Work):
         self.dry_run = dry_run
         self.step_and_index = (dry_run.step_number, dry_run.n_launched)  # number of the step, index of the launch in it
         self.tensors = tensors  # of the collective: they stay alive until the rank has waited, as in a real run
-        self.has_arrived = False  # as `is_completed` said last; a wait for what has arrived is no event
+        self.has_arrived = False  # what `is_completed` has last returned; if True, `wait` adds no event
 
     def wait(self, timeout=None):
         if not self.has_arrived:
@@ -170,19 +170,19 @@ class FakeWork(dist.Work):
         return True
 
     def is_completed(self):
-        """Return whether this collective has arrived. The row "owner reduce" asks.
+        """Return whether this collective has arrived. Only the row "owner reduce" calls this.
 
-        In a dry run nothing arrives, so there is a rule: a collective has arrived when two more collectives were
-        launched after it, or the next step has begun.
+        In a dry run a collective counts as arrived when two more were launched after it, or the next step has begun.
         """
+        # Pairs (step, index) are compared: an earlier step is less, and in the same step an earlier launch.
         second_last_launch = (self.dry_run.step_number, self.dry_run.n_launched - 2)
         self.has_arrived = self.step_and_index < second_last_launch
         return self.has_arrived
 
     def get_future(self):
-        """Return a future that has the result at once. Only DDP calls this, in C++.
+        """Return a future that has the result at once. Only DDP calls this, and waits for the future in C++.
 
-        DDP waits for the future in C++, where no DryRun sees the wait. So the launch is noted in `awaited_by_ddp`.
+        There no DryRun sees the wait. So the launch is noted in `awaited_by_ddp`.
         """
         self.dry_run.awaited_by_ddp.append(self.step_and_index)
         future = torch.futures.Future()
@@ -192,23 +192,24 @@ class FakeWork(dist.Work):
 
 
 def tensors_in(values):
-    """Return the list of all tensors in `values`: lists, tuples and dicts in each other."""
+    """Return the list of all tensors in `values`, which may be nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_touched(function, arguments, result):
     """Count the bytes that an operator reads and writes in the device's memory.
 
-    `arguments`: {name: value}. The operator's schema is torch's description of its arguments and results. An argument
-    has an `alias_info` if a result shares its memory, and `is_write` there says whether the operator writes the
-    argument. A result has an `alias_info` if it is no new tensor.
+    `arguments`: {name: value}.
     """
+    # torch's description of arguments and results. An argument has an `alias_info` if a result shares its memory, and
+    # `is_write` there says whether the operator writes the argument. A result has an `alias_info` if it is no new
+    # tensor.
     schema = function._schema
     if function.is_view or "empty" in schema.name:  # a view, or a new tensor that nobody has written
         return 0
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     written.discard("grads")  # a fused optimizer writes gradients only where it unscales them
-    # These operators only write the argument that they change. Others read it, too, except one called "out".
+    # These operators don't read the argument that they write. Other operators do, unless its name is "out".
     only_writes = schema.name.endswith(("copy_", "zero_", "fill_"))
     unread = written if only_writes else {"out"}
     inputs = [value for name, value in arguments.items() if name not in unread]
@@ -220,7 +221,7 @@ def bytes_touched(function, arguments, result):
 
 
 def core_class(package, name="DistributedOptimizer"):
-    """Stand in for rows.optimizer_class, which returns the class `name` of a package: return the package's core.
+    """Return the core of a package. This function stands in for rows.optimizer_class, which returns the class `name`.
 
     `package`: the dotted name of a stage's folder, or of a file of variants/.
     """
@@ -231,7 +232,7 @@ def core_class(package, name="DistributedOptimizer"):
 def assign_to_buckets(cap_mb):
     """Return a function that assigns parameters to DDP's buckets as DDP itself does from its second step on.
 
-    DDP itself needs a real first step for that, in which it learns the order of the gradients.
+    DDP would need a real first step for it, in which it learns the order of the gradients.
 
     `cap_mb`: size of a bucket in MiB; None: DDP's default, with a smaller first bucket.
     """
@@ -242,15 +243,14 @@ def assign_to_buckets(cap_mb):
         limits = [int(cap_mb * 2**20)]
 
     def assign(params, limits_of_step_1, are_sparse):
-        """Fill buckets from the last parameter on, whose gradient comes first.
+        """Fill buckets from the last parameter to the first, because the last one's gradient comes first.
 
-        Stands in for torch's function, whose argument `limits_of_step_1` it ignores. Returns what that returns: (for
-        each bucket the list of indices in `params`, sizes of buckets). The bucket that is filled first is returned
-        last, as DDP expects.
+        Stands in for torch's function, which takes the same arguments, and returns (for each bucket the list of indices
+        in `params`, sizes of buckets). `limits_of_step_1` is unused. As DDP expects, the first bucket is returned last.
         """
         buckets, sizes = torchs_assignment(params[::-1], limits, are_sparse[::-1])
         last = len(params) - 1
-        # So far an index counts from the last parameter. Now it counts from the first.
+        # So far the indices count from the last parameter. Make them count from the first.
         buckets = [[last - i for i in bucket] for bucket in buckets]
         return buckets[::-1], sizes[::-1]
     return assign
@@ -258,14 +258,14 @@ def assign_to_buckets(cap_mb):
 
 @contextmanager
 def fake(d, cap_mb=None, transport=None):
-    """Let this process play rank 0 of d, with tensors that have no memory, and stages' cores without their guards.
+    """Within this context this process plays rank 0 of d. Tensors have no memory, and stages have no guards.
 
     Args:
         cap_mb: size of DDP's buckets: see `assign_to_buckets`.
         transport: the class by which stage 4 is to send; None: stage 4 chooses.
     """
     stage_4 = stage4_overlap.optimizer.ShardedOptimizer
-    # Stage 4 calls transport_for(group, …) to make the object by which it sends.
+    # Stage 4 calls transport_for(group, …) to make the object by which it sends. Stand in for it if a class was given.
     transport_for = stage_4.transport_for if transport is None else lambda group, *_: transport(group)
     patches = [
         mock.patch.object(catalogue, "optimizer_class", core_class),
@@ -286,16 +286,16 @@ def fake(d, cap_mb=None, transport=None):
 
 
 def cost_of(config, dtype, batch_size, sequence_length):
-    """Count the activations of a model's forward and backward pass, and its FLOPs by formula. Returns Cost.
+    """Count the activations of a micro-batch, and its FLOPs by formula. Returns Cost.
 
-    `config`: sizes of a GPT or LLaMA.
+    `config`: sizes of the model, a GPT or LLaMA.
     """
     def drop_grad(param):
         """Drop a gradient as soon as it is there, so that it doesn't count as an activation."""
         param.grad = None
 
-    # Tensors of FakeTensorMode have no memory, either, but say that they are on the CPU. On the meta device attention
-    # would call another kernel, with other activations.
+    # Tensors of FakeTensorMode have no memory, like those on the meta device, but say that they are on the CPU. On the
+    # meta device attention would call another kernel, with other activations.
     with FakeTensorMode(), DryRun() as dry_run:
         model = models.model_of(config, dtype)
         for param in model.parameters():
@@ -305,9 +305,8 @@ def cost_of(config, dtype, batch_size, sequence_length):
         dry_run.reset_peak()
         model(tokens, targets).backward()
         numel = sum(param.numel() for param in model.parameters())
-    # A token takes 2 FLOPs per parameter, and in each layer two products of attention, with 2 FLOPs for each token of
-    # the sequence and each of `width` values. Causal attention counts like full attention, as in most published
-    # figures.
+    # A token takes 2 FLOPs per parameter. In each layer attention has two products, with 2 FLOPs for each token of the
+    # sequence and each of `width` values. Causal attention counts like full attention, as in most published figures.
     attention_flops = 4 * config.n_layers * sequence_length * config.width / config.tensor_parallel
     return Cost(dry_run.peak - bytes_before, batch_size * sequence_length * (2 * numel + attention_flops))
 
@@ -317,7 +316,7 @@ class ParameterUse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, param, cost, dry_run):
-        """Return `x`, a scalar that only links the uses of parameters into one graph. `cost`: of this use."""
+        """Return `x`, a scalar that links the uses of all parameters into one graph. `cost`: the Cost of this use."""
         ctx.param = param
         ctx.cost = cost
         ctx.dry_run = dry_run
@@ -333,10 +332,9 @@ class ParameterUse(torch.autograd.Function):
 
 
 def stand_in(model, cost, dry_run):
-    """Return a function in place of `model.forward`, which uses every parameter of every module, in order.
+    """Return a function to call in place of `model.forward`. It uses every parameter of every module, in order.
 
-    Before a module's parameters it runs the module's hooks, in which stage 4 waits for the parameters. `cost` is the
-    whole model's. Each parameter has a share of it in proportion to its size.
+    `cost`: the Cost of the whole model. Each parameter has a share of it in proportion to its size.
     """
     parts = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
     # The sum counts a tied parameter, which belongs to two modules, twice.
@@ -345,7 +343,7 @@ def stand_in(model, cost, dry_run):
     def forward():
         x = torch.zeros((), requires_grad=True)
         for module, params in parts:
-            for hook in module._forward_pre_hooks.values():
+            for hook in module._forward_pre_hooks.values():  # stage 4's hook waits for the module's parameters
                 hook(module, ())
             for param in params:
                 share = param.numel() / total
@@ -369,8 +367,7 @@ def record(row_id, config, d, cost=Cost(), transport=None):
         training = configuration.build(model, dict(fused=True))
         for number in (0, 1):
             dry_run.begin_step(number)
-            # In step 0 DDP, which `training.forward` may be, is left out: it would change its buckets after its first
-            # step.
+            # `training.forward` may be DDP, which would change its buckets after a first step. So step 0 is without it.
             forward = training.forward if number == 1 else model
             loss = forward()
             dry_run.phase = "backward"
@@ -383,8 +380,7 @@ def record(row_id, config, d, cost=Cost(), transport=None):
             held = held_by(dry_run, training)
             training.zero_grad()
         numel = sum(param.numel() for param in model.parameters())
-        # The formula asks an optimizer only for the bytes of its bucket buffers. This object has them as they were
-        # counted.
+        # The formula asks an optimizer only for the bytes of its bucket buffers. Give it an object with counted bytes.
         buffers = SimpleNamespace(bucket_buffer_bytes=held["buffers"])
         theory = configuration.bytes_per_param(numel, d, buffers) * numel
         return Recorded(numel, held, theory, dry_run.peak, dry_run.events)
@@ -394,7 +390,7 @@ def held_by(memory, training):
     """Return {kind of memory: bytes} after a step. What is of no other kind counts as "buffers" of buckets."""
     params = list(training.model.parameters())
     inner = getattr(training.optimizer, "optimizer", training.optimizer)  # the AdamW inside a stage, or AdamW itself
-    # What AdamW updates: main parameters, or where an optimizer has none, the parameters.
+    # What AdamW updates: main parameters, or parameters.
     stepped = [param for group in inner.param_groups for param in group["params"]]
     memory.mark("parameters", params)
     mark_grads(memory, params + stepped)
@@ -430,7 +426,7 @@ STATES = [
 def model_state(model):
     """Make the table of bytes per parameter that stages 3 and 4 hold after a step. Stage 4 sends as it does on gloo."""
     def bytes_per_param(state, d):
-        """Return what rank 0 of d holds. Where padding adds more than 1 %, the formula stands below it."""
+        """Return what rank 0 of d holds. If padding adds more than 1 %, the formula's value is added below it."""
         step = record(RowId(state.row), MODELS[model], d, transport=Exchange)
         by_formula = step.theory / step.numel
         is_padded = abs(step.bytes_per_param - by_formula) > 0.01 * by_formula
@@ -445,12 +441,12 @@ def model_state(model):
 
 
 def ladder(model):
-    """Make the columns of README's ladder that are counted. Its columns of time are measured on two hosts.
+    """Make the columns of README's ladder that are counted. The other columns are measured on two hosts.
 
-    A rung is a row of the ladder.
+    A rung is a line of the ladder.
     """
     def bytes_per_param(rung):
-        """Write the bytes that a rank holds: counted for stages 3 and 4, with padding and buffers; else by formula."""
+        """Return a text: the bytes that a rank holds, counted for stages 3 and 4, by formula for other rungs."""
         if rung.row in (catalogue.GRAD_BUFFER, catalogue.OVERLAP):
             steps = [record(RowId(rung.row), MODELS[model], d, transport=Exchange) for d in LADDER_RANKS]
             by_ranks = [step.bytes_per_param for step in steps]

@@ -1,6 +1,6 @@
 """Plans before you rent: what a rank of 1024 holds, how long a step takes, how far estimates are from real runs."""
 # The words of this file:
-#   row      a way to train, listed with its name in harness/training/rows.py, the catalogue
+#   row      a way to train; the catalogue, harness/training/rows.py, lists all rows
 #   RowId    the name of a row, and maybe the size of a bucket
 #   bucket   the unit in which DDP, stage 4 and the hybrid, a variant of stage 4, send gradients
 #   stage    an optimizer of this project, in a folder stage*/
@@ -58,7 +58,7 @@ ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row i
 # Names of the rows with buckets, whose size may be chosen.
 BUCKETED = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16, catalogue.REFERENCE, "ddp bf16"}
 MICRO_BATCHES = 8  # in a step that adds up the gradients of several micro-batches
-EFFICIENCY = 0.4  # of a device's FLOP/s, as its maker states them, computing is assumed to reach this part
+EFFICIENCY = 0.4  # the assumed part of the FLOP/s that a device's maker states which computing reaches
 
 
 class PlanRow(NamedTuple):
@@ -126,7 +126,7 @@ def held_column(kind):
 
 
 def padding(row):
-    """Return by how many bytes what a rank holds is more than the row's formula says."""
+    """Return how many bytes more a rank holds than the row's formula says."""
     return sum(row.counted.held.values()) - row.counted.theory
 
 

@@ -1,10 +1,10 @@
 """Models time: how long a recorded step takes on machines that aren't there, one event after the other.
 
-alone.py records the step: it trains a way to train, a row of harness/training/rows.py, as rank 0 of d ranks, and lists
-what the rank does as Events. An Event says that the rank computes, launches a collective, or waits for a message. Here
-a Player plays the events with the speed of given Hardware. The lower half of the file compares the model with runs that
-others have published.
+alone.py trains a row as rank 0 of d ranks, and lists what the rank does as Events: the rank computes, launches a
+collective, or waits for a message. Here a Player plays the events with the speed of given Hardware. The lower half of
+the file compares the model with runs that others have published.
 
+    row                  a way to train, listed in harness/training/rows.py
     device               a GPU, with a rank
     node                 a machine with several devices
     hop                  the way of a message from one device to the next
@@ -26,8 +26,7 @@ from harness.publishing.tables import column, name_column, sheet_of
 from harness.training.options import LLAMAS
 from harness.training.rows import STAGE_4_BF16, RowId
 
-# Parameters of one step may still travel in the next step. So the first steps differ, and the third is like all that
-# follow.
+# Parameters of one step may still travel in the next step. So the first two steps differ from all later steps.
 REPLAYED_STEPS = 3
 
 
@@ -53,13 +52,13 @@ DEVICES = {
 def message_seconds(kind, n_bytes, d, hardware, stride=1):
     """Model the seconds of a collective of `n_bytes` (the full tensor) in a group of d ranks.
 
-    Of every `stride` neighbouring ranks one is in the group. The others are in other groups, which do the same at the
-    same time. A message goes from rank to rank in a ring, through each node once. NCCL's all-reduce may go through
-    trees over the nodes instead, with as many bytes and fewer hops. A "send" or "recv" goes to a neighbour.
+    One of every `stride` neighbouring ranks is in the group. Other groups, of the other ranks, do the same at the same
+    time. A message goes from rank to rank in a ring, through each node once. NCCL's all-reduce may instead go through
+    trees over the nodes, with as many bytes and fewer hops. A "send" or "recv" goes to a neighbour.
     """
     if d == 1:
         return 0.0
-    n_groups = hardware.sharing * stride  # groups whose ranks are neighbours, and which share the links
+    n_groups = hardware.sharing * stride  # how many groups share the links, because their ranks are neighbours
     ranks_in_node = max(1, hardware.per_node // n_groups)  # number of this group's ranks in a node
     hops_between = math.ceil(d / ranks_in_node) - 1  # from node to node
     rate = hardware.in_node
@@ -75,8 +74,8 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
         tree_depth = math.log2(hops_between + 1)
         tree_latency = (ranks_in_node - 1) * hardware.latency_in_node + tree_depth * hardware.latency_between
         latency = 2 * min(latency, tree_latency)  # twice: a reduce-scatter and an all-gather, or up and down the tree
-    # `wire_bytes` counts what a rank sends on average. In a broadcast or reduce the last rank of the ring sends
-    # nothing, but each of the other ranks sends all bytes.
+    # `wire_bytes` is an average over the ranks. In a broadcast or reduce the last rank of the ring sends nothing, and
+    # each of the other ranks sends all bytes.
     passing_bytes = n_bytes if kind in ("broadcast", "reduce") else wire_bytes(kind, n_bytes, d, "nccl")
     return latency + passing_bytes / rate
 
@@ -86,7 +85,8 @@ DIRECTIONS = {"send": ["out"], "recv": ["in"]}
 
 
 class Player:
-    """Plays events of rank 0 on two clocks: the device's, and the link's, on which messages queue. Times in seconds."""
+    """Plays events of rank 0 on two clocks: the device's and the link's. Messages queue on the link. Times in seconds.
+    """
 
     def __init__(self, hardware):
         self.hardware = hardware
@@ -104,7 +104,7 @@ class Player:
         elif event.what == "launch":
             self.launch(event, step)
         else:
-            # `lag` is 1 if the message was launched in the step before. Step 0 has none, and doesn't wait.
+            # `lag` is 1 if the message was launched in the step before. Step 0 doesn't wait for such a message.
             arrives_at = self.arrives_at.get((step - event.lag, event.index), 0.0)
             wait_seconds = max(0.0, arrives_at - self.clock)
             self.waited += wait_seconds
@@ -130,7 +130,7 @@ def replay(events, hardware, micro_batches=1, exchange_each=False):
 
     Args:
         events: the events of a step of one micro-batch.
-        exchange_each: every backward pass exchanges its gradients; otherwise only the last one of a step does.
+        exchange_each: whether every backward pass exchanges its gradients, and not only the last pass of a step.
     """
     def is_in_first_passes(event):
         """Return whether the event happens in each micro-batch of a step, not only in the last one."""
@@ -163,9 +163,8 @@ class PublishedRun(NamedTuple):
     tokens_per_s: float  # tokens per second and GPU, as published
 
 
-# MAKERS is from the README of Megatron-LLaMA, USERS is what a user reports in that repository's issue 22. Neither says
-# how many GPUs share a layer, and the README doesn't say how many sequences a step has. Both numbers are assumed, as in
-# LLaMA's paper and in that repository's issue 27.
+# MAKERS is from the README of Megatron-LLaMA, USERS is what a user reports in that repository's issue 22. How many GPUs
+# share a layer, and how many sequences a step of MAKERS has, is assumed, as in LLaMA's paper and in issue 27.
 MAKERS = [PublishedRun("overlapped", 256, 2048, 4, 1890), PublishedRun("distributed", 256, 2048, 4, 1630),
           PublishedRun("overlapped", 512, 2048, 4, 1845), PublishedRun("distributed", 512, 2048, 4, 1430)]
 USERS = [PublishedRun("distributed", 128, 1024, 2, 1885.8), PublishedRun("distributed", 128, 2048, 2, 2045.4),
@@ -180,7 +179,7 @@ class ModelledRun(NamedTuple):
 
     @property
     def error(self):
-        """Return by which part of the published number the modelled number is larger."""
+        """Return how much larger the modelled number is, as a part of the published number."""
         return self.tokens_per_s / self.run.tokens_per_s - 1
 
 
@@ -189,7 +188,7 @@ def events_of(optimizer, d, batch):
     """Record a step of a published run on d data-parallel ranks. Returns its Events.
 
     Stage 4 stands for the overlapped optimizer, and stage 3 for the distributed optimizer. The overlapped optimizer
-    sends gradients in fp32, which are twice the bytes that stage 4 sends, so a reduce-scatter's bytes are doubled.
+    sends gradients in fp32, and stage 4 in 16 bits, so the bytes of reduce-scatters are doubled.
     """
     config = LLAMAS["13b"]._replace(tensor_parallel=SHARING)
     cost = alone.cost_of(config, "bfloat16", batch, LENGTH)
@@ -215,7 +214,7 @@ def modelled_tokens_per_s(run, hardware):
 def calibrated(run, hardware):
     """Return `hardware` with the FLOPs per second at which the model of `run` agrees with what was published."""
     def of_flops(flops):
-        """Return the modelled tokens per second of a device that reaches so many FLOPs per second."""
+        """Return the modelled tokens per second of a device with this many FLOPs per second."""
         return modelled_tokens_per_s(run, hardware._replace(flops=flops))
 
     # A search by halves among whole numbers of FLOPs, which works because more FLOPs give more tokens.
@@ -240,8 +239,8 @@ def check():
     errors_of_makers = [abs(row.error) for row in of_makers]
     errors_of_overlapped = [row.error for row in of_users if row.run.optimizer == "overlapped"]
     figures = {
-        "off_theirs": f"{math.ceil(100 * max(errors_of_makers))}",  # so many % the worst prediction for MAKERS is off
-        "off_users": f"{math.floor(100 * min(errors_of_overlapped))}",  # the best for USERS is so many % too fast
+        "off_theirs": f"{math.ceil(100 * max(errors_of_makers))}",  # error of the worst prediction for MAKERS, in %
+        "off_users": f"{math.floor(100 * min(errors_of_overlapped))}",  # by how many % the best for USERS is too fast
         "flops_theirs": f"{hardware.flops / 1e12:.0f}"}  # TFLOP/s, calibrated
     sheet = sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", [*model_all("calibrated", [first]), *of_makers, *of_users], {

@@ -3,16 +3,15 @@
     python -m harness.publishing.pages              # or: make report
     python -m harness.publishing.pages --measure    # or: make figures
 
-Each program that measures writes a file in results/: a Report, which has finished tables. A page, which is a markdown
-file, has marks. What stands between two marks is written by this program:
+Each program that measures writes a file in results/: a Report, which has finished tables. A page is a markdown file
+with marks. This program writes the text between two marks:
 
     <!-- report: NAME --> … <!-- end -->    a block: tables or lines of text
     <!--NAME-->…<!--end-->                  a figure: a number in a sentence
 
-With --measure this program first runs all programs that measure, at one commit and on one machine. That takes an hour.
-Two hosts are emulated on that machine, which needs root and iproute2. A program isn't run if its file is of this commit
-already, so a measurement that was interrupted goes on where it stopped. Keep the machine quiet, because most programs
-measure time.
+With --measure this program first runs all programs that measure. That takes an hour, and needs root and iproute2, to
+emulate two hosts. A program isn't run if its file is of this commit already, so a measurement that was interrupted goes
+on where it stopped. Keep the machine quiet, because most programs measure time.
 
 A row is a way to train a model, such as "ddp" or "stage 4 overlap", and its line in a table. A link is the network
 between the two emulated hosts. The core of a stage is its optimizer without checks, the code that the tutorial shows.
@@ -32,14 +31,17 @@ from harness.publishing.stages import code_lines, core_lines
 from harness.publishing.tables import beside, column, load, name_column
 from harness.ranks import command_line
 
-# `load` reads a file of results/ and returns a Report, which has `made` (on which machine, with which torch, at which
-# commit and on which date), `conditions` in words, `sheets` {key: Sheet, a finished table}, `figures` {name: text}, and
-# `drawn`, raw numbers for pictures.
+# `load` reads a file of results/ and returns a Report. Its fields:
+#   made        machine, release of torch, commit and date
+#   conditions  a text
+#   sheets      {key: Sheet, a finished table}
+#   figures     {name: text}
+#   drawn       raw numbers for pictures
 
 # Rates of the emulated links, the slowest first. Each link has a file of its own in results/.
 RATES = "300mbit", "600mbit", "1gbit", "2.5gbit"
-# On these links all rows are measured, on the other links only the rows of the curve: a picture, and a table, of the
-# time of a step at each rate.
+# On these links all rows are measured. On the other links only the rows of the curve are measured: a picture, and a
+# table, of the time of a step at each rate.
 WHOLE_RATES = "300mbit", "1gbit"
 TWO_HOSTS = "-m harness.measuring.two_hosts --rounds 2"  # arguments of python
 
@@ -141,7 +143,7 @@ def files_of_links(rates):
 
 
 def origin(files):
-    """Return a line that says on which machine, with which torch, at which commit and when `files` were measured."""
+    """Return a line with the machine, the torch, the commit and the date of the measurement of `files`."""
     all_made = [load(file).made for file in files]
 
     def values(field):
@@ -151,7 +153,7 @@ def origin(files):
 
 
 def settings():
-    """Return the conditions, in words, under which bench.py measured, and two hosts with the slowest link."""
+    """Return the conditions of bench.py, and of two hosts with the slowest link, in words."""
     conditions = [load(name).conditions for name in (BENCH, SLOWEST_LINK)]
     return code(*(textwrap.fill(text, tables.BLOCK_WIDTH) for text in conditions))
 
@@ -162,7 +164,7 @@ def curve():
     return code(tables.sheet_text(beside(sheets[0].title, *sheets)))
 
 
-# Title of a row of README's table -> folder of the stage whose core has the code lines that the row shows.
+# Title of a row of README's table -> folder of the stage. The row shows how many code lines the stage's core has.
 CORES = {"1 naive broadcast": STAGE_1, "2 all-gather": STAGE_2, "3 grad buffer": STAGE_3, "4 overlap": STAGE_4}
 
 
@@ -174,13 +176,13 @@ which includes activations, were measured in fp32 on two hosts, emulated on one 
 
 
 def ladder():
-    """Return README's table, the ladder, which has a row for DDP, for each stage, and for FSDP2.
+    """Return README's table, the ladder, with rows for DDP, the stages, and FSDP2.
 
-    Its columns come from three tables side by side: what bench.py has counted, what was measured on two hosts with the
-    slowest link, and how long the cores are.
+    It is three tables side by side: what bench.py has counted, what was measured on two hosts with the slowest link,
+    and how long the cores are.
     """
     def lines_of(title):
-        """Return the number of code lines for a row of the table; None, which is shown as a dash, for no stage."""
+        """Return the number of code lines for a row of the table. None, for a row of no stage, is shown as a dash."""
         return core_lines(tables.ROOT / CORES[title]) if title in CORES else None
 
     counted = load(BENCH).sheets["ladder"]
@@ -235,14 +237,15 @@ def variants():
         return row_name.removeprefix("variants ")
 
     def lines_of(row_name):
-        """Return how many code lines a variant's file has; for a row of a stage, those of the stage's core."""
+        """Return how many code lines a variant's file has, or for a row of a stage, how many the stage's core has."""
         path = tables.ROOT / "variants" / f"{short_name(row_name)}.py"
         if path.exists():
             return len(code_lines(path))
         return core_lines(tables.ROOT / (STAGE_3 if row_name == STAGE_3_ROW else STAGE_4))
 
     def sheet_with(row_name, key):
-        """Return that table `key` of two hosts which has the row. Two variants have a result file of their own."""
+        """Return the table `key`, measured on two hosts, that has the row. Two variants have result files of their own.
+        """
         has_own_run = row_name in ("variants muon", "variants hybrid")
         kind = short_name(row_name) if has_own_run else "variants"
         return load(f"network_{kind}_300mbit.json").sheets[key]
@@ -295,7 +298,7 @@ BLOCKS = {
 
 
 def drawn_of_links(key):
-    """Return the dicts `drawn`, the slowest link first, of the links that have raw numbers of the name `key`."""
+    """Return the `drawn` of each link that has raw numbers of the name `key`, the slowest link first."""
     drawn_by_all = [load(name).drawn for name in files_of_links(RATES)]
     return [drawn for drawn in drawn_by_all if key in drawn]
 
@@ -327,7 +330,7 @@ def in_dark(draw):
     return lambda: pictures.in_dark(draw())
 
 
-# Each picture has a second file, which a page shows to a reader whose browser is dark.
+# Each picture has a second file, for readers with a dark browser.
 PICTURES |= {name.replace(".svg", "_dark.svg"): in_dark(draw) for name, draw in PICTURES.items()}
 # NAME of a figure, a number in a sentence of a page -> file in results/, key of the table, key of the row, key of the
 # column, and the format of the number.
@@ -368,7 +371,7 @@ def figures():
     texts = dict(load(PLAN).figures)
     for name, (file, sheet_key, row_key, column_key, form) in CELLS.items():
         texts[name] = format(load(file).sheets[sheet_key].numbers(column_key)[row_key], form)
-    # "over_tuned": stage 4's time divided by that of DDP with its best bucket size, on this link.
+    # "over_tuned": stage 4's time on this link divided by the time of DDP with its best bucket size.
     for rate in RATES:
         texts[f"over_tuned_{rate}".replace(".", "_")] = load(f"network_{rate}.json").figures["over_tuned"]
     return texts

@@ -1,9 +1,11 @@
 """Draws SVG pictures by matplotlib: when a rank computes and sends during a training step, and curves of measurements.
 
-A program that measures saves a Report in results/. Its field `drawn` has raw numbers, which this file draws, and which
-nothing else reads. Names in the pictures: "ddp" is torch's DistributedDataParallel; the stages, 1 to 4, are the
-optimizers of this repository; a bucket is a group of parameters whose gradients travel in one message; a link is the
-network between two hosts, which are emulated at several rates.
+A program that measures saves a Report in results/. Its field `drawn` has raw numbers, which only this file reads.
+
+    ddp         torch's DistributedDataParallel
+    stage 1 to 4    the optimizers of this repository
+    bucket      a group of parameters whose gradients travel in one message
+    link        the network between two emulated hosts, at one of several rates
 """
 
 import importlib.util
@@ -74,8 +76,7 @@ def length(spans):
 # ------------------------------------------------------------------------------------------------------------ Pictures
 
 
-# Settings of matplotlib. With the first of them an SVG keeps text as text, with the second the same data always give
-# the same file.
+# Settings of matplotlib. The first keeps text as text in an SVG. With the second the same data give the same file.
 RC = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "sans-serif"],
       "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
       "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": False,
@@ -123,8 +124,7 @@ def in_dark(svg):
     return svg.replace(LIGHT_STYLE, DARK_STYLE)
 
 
-# Kinds of messages. On CPUs gloo's collectives are replaced by sends and receives (harness/ranks/exchange.py). Some of
-# these carry parameters and some carry gradients.
+# Kinds of messages. All other kinds carry gradients. On CPUs sends and receives replace gloo's collectives.
 CARRY_PARAMETERS = ("all_gather", "broadcast")
 CARRY_EITHER = ("send", "recv")
 
@@ -153,8 +153,8 @@ def carried_by(message, step):
     """Return what a message of a step carries: "parameters" or "gradients".
 
     The kind of a collective says that. A send or recv carries parameters if it was launched in the forward pass or
-    after AdamW's update has begun. The update isn't recorded. It is taken to be the longest span of computing in the
-    phase "step", among the spans that start before the last message was launched.
+    after AdamW's update has begun. The update isn't recorded. It is assumed to be the longest span of computing in the
+    phase "step" that starts before the last message was launched.
     """
     if message.kind not in CARRY_EITHER:
         return "parameters" if message.kind in CARRY_PARAMETERS else "gradients"
@@ -186,9 +186,7 @@ LANE_HEIGHT = 0.85  # the distance from lane to lane is 1
 
 
 def svg(steps, title):
-    """Draw `steps`, [(name, RecordedStep), …], one below the other. The panel of a step has a lane for each key of
-    `lanes`. Returns the text of the SVG.
-    """
+    """Draw `steps`, [(name, RecordedStep), …], one below the other, in lanes. Returns the text of an SVG."""
     longest = max(step.seconds for _, step in steps)
     invisible = longest / 2000  # bars of a colour become one bar if the gap between them is as short as this
     figure, axes = panels(len(steps), 1, (9.6, 0.9 + 0.9 * len(steps)))
@@ -216,12 +214,12 @@ def svg(steps, title):
 # ----------------------------------------------------------------------------------------------------------- Curves
 
 
-# Of the methods of a curve, in their order.
+# Colours of the methods of a curve, in their order.
 CURVE_COLOURS = ("#c0921c", "#8a8a8a", "#d06a2c", "#a060c0", "#7fa8d6", "#2f7fd4", "#2e9a58", "#888888")
 
 
-# The next two functions get a list of links, the slowest first. A link is a dict: what the Report of a program that
-# measured on this link has under `drawn`. A method is a name of a way to train, as the picture shows it.
+# The next two functions get a list of links, the slowest first. A link is a dict, the `drawn` of a Report that was
+# measured on the link. A method is a name of a way to train, as the picture shows it.
 #   "rate": the rate in words;  "bits_per_second": the rate as a number
 #   "curve": {method: time per step / time of computing alone, or None if it wasn't measured on this link}
 #   "sizes": the sizes of buckets that were tried, in words, from small to large
@@ -277,8 +275,8 @@ LINE_STYLES = {"2 ranks": "-", "4 ranks": "--", "8 ranks": ":"}
 def differences(by_name):
     """Draw how far training on several ranks departs from training on one rank, step by step.
 
-    by_name: {"DDP, 2 ranks": [difference after each step, …]}. A difference is the largest one of all elements of all
-    parameters. A difference of 0 is drawn below all other differences. Returns the text of an SVG.
+    by_name: {"DDP, 2 ranks": [difference after each step, …]}. A difference is the largest of any element of any
+    parameter. A 0 is drawn below all other differences. Returns the text of an SVG.
     """
     figure, (axis,) = panels(1, 1, (7.6, 3.6))
     not_zero = [difference for by_step in by_name.values() for difference in by_step if difference]

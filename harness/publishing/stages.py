@@ -2,10 +2,12 @@
 
     python -m harness.publishing.stages 4 path/to/my_optimizer [--checkpoint]        # or: make take
 
-The folder of a stage has its core, the optimizer itself, in up to three files, and distributed.py, which adds the
-checks of the folder guard/ to the core. The package gets the stage's folder, except train.py, and guard/, and with
-`--checkpoint` also the folder checkpoint/, which saves and loads. Imports become relative. More files come from the
-templates in `taken/`, for example a README and a test, so that the package stands alone.
+The folder of a stage has its core, the optimizer itself, in up to three files. Its distributed.py adds the checks of
+the folder guard/ to the core. The package gets:
+
+- the stage's folder, except train.py, and guard/, with relative imports;
+- with `--checkpoint` also the folder checkpoint/, which saves and loads;
+- files from the templates in `taken/`, for example a README and a test.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A program that measures makes finished tables, each a `Sheet`, and saves them in
 show these tables as they are. This module imports no torch, because torch takes seconds and writing pages should not.
 
 A program measures everything several times, in rounds, so a cell of a table may hold a list with a number for each
-round. A row and a column of a Sheet have a key each, by which pages find a cell.
+round. Pages find a cell by the keys of its row and its column.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ METHODS = "What rows and columns are: results/methods.md."
 
 @dataclass
 class Marked:
-    """A cell with a number and a mark, which stands behind the number.
+    """A cell with a number, followed by a mark.
 
     The mark is "~" (the number is within the noise), a sign that a footnote explains, or a formula in brackets.
     """
@@ -72,7 +72,7 @@ class Sheet:
     """One table, with titles and keys of its columns, and keys of its rows.
 
     A row is a list of cells. A cell is None, words, a number, a Marked number, or a list with a number for each round.
-    `footnotes` explain marks in cells, `notes` explain the rest. Of these two, pages show the footnotes only.
+    `footnotes` explain marks in cells. `notes` explain the rest; most pages don't show them.
     """
     title: str
     columns: list[Column]
@@ -118,7 +118,7 @@ def name_column(get="name", title=""):
 
 
 def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
-    """Make a Sheet with a line for each object in `rows`. Whatever the objects are, columns say how they give cells.
+    """Make a Sheet with a line for each object in `rows`. The columns make cells of the objects.
 
     Args:
         columns: {key of the column: ColumnToFill}.
@@ -137,8 +137,8 @@ def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
 def beside(title, *sheets):
     """Return one table that has the columns of several tables side by side.
 
-    The first table gives the rows and their names. Of another table, its first column, which names rows, is left out,
-    and a row that it lacks gets empty cells.
+    The first table gives the rows and their names. The first column of each other table is left out. A row that another
+    table doesn't have gets empty cells.
     """
     first, *others = sheets
     columns = [*first.columns]
@@ -245,7 +245,7 @@ def markdown(sheet):
 
 
 class Made(NamedTuple):
-    """Says on which machine, by which code, and when something was measured."""
+    """The machine, the code and the date of a measurement."""
     machine: str
     torch: str
     commit: str
@@ -271,7 +271,7 @@ def commit(folder=ROOT):
         """Return what git prints for a command."""
         return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True).stdout
     try:
-        # Only changes of code are asked for, because results and pages are often being written while this runs.
+        # Only changes of code count, because results and pages are often being written while this runs.
         is_changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "Makefile") != ""
         head = git("rev-parse", "--short", "HEAD").strip()
         return f"{head}+" if is_changed else head

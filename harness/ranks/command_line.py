@@ -23,10 +23,10 @@ def begin():
 
 
 def say_interrupted(kind, error, trace):
-    """Python calls this, as sys.excepthook, for an error that nothing has caught.
+    """Print an error that nothing has caught. It is a sys.excepthook: the arguments are class, error and traceback.
 
-    After Ctrl-C it prints "interrupted", on rank 0 only, and ends the process with exit code 130, as shells do. For any
-    other error it prints the traceback, as Python does.
+    After Ctrl-C print "interrupted", on rank 0 only, and end the process with exit code 130, as shells do. For any
+    other error print the traceback, as Python does.
     """
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)

@@ -4,9 +4,9 @@ In a reduce-scatter of n bytes over d ranks, each rank should send (d-1)/d n byt
 all-reduce underneath, which sends twice as many. gloo's all-gather sends the right number of bytes, but takes 1.5 times
 as long as the link needs for them, because gloo is slow at messages of more than 1 MiB.
 
-So the functions below cut tensors into pieces, and exchange pieces by sends and receives: each rank sends a piece to
-each other rank. stage4_overlap/transport.py, whose Exchange they use, does the same on CPUs. All ways to train that are
-compared are measured with these functions. In a reduce-scatter a rank needs memory for two pieces from each other rank.
+So the functions below cut tensors into pieces, and each rank sends a piece to each other rank. They use the class
+Exchange, by which stage 4 (stage4_overlap/) sends on CPUs. All ways to train that are compared are measured with these
+functions. In a reduce-scatter a rank needs memory for two pieces from each other rank.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if h
 
 @contextlib.contextmanager
 def in_place_of_gloos():
-    """While this context is entered, replace torch's reduce-scatter and all-gather of a tensor for groups of gloo.
+    """Within this context, replace torch's reduce-scatter and all-gather of a tensor for groups of gloo.
 
-    For other groups, such as NCCL's, the functions of this file call torch's own functions. They get torch's function
-    as their first argument, `native`.
+    The functions of this file get torch's function as their first argument, `native`, and call it for other groups,
+    such as NCCL's.
     """
     replaced = {name: functools.partial(reduce_scatter, getattr(dist, name)) for name in SCATTERS}
     replaced |= {name: functools.partial(all_gather, getattr(dist, name)) for name in GATHERS}
@@ -102,8 +102,8 @@ def all_gather(native, output_tensor, input_tensor, group=None, async_op=False):
     own_part = input_tensor.reshape(-1)
     if own_part.data_ptr() != parts[transport.rank].data_ptr():
         parts[transport.rank].copy_(own_part)
-    # Every rank gets the same from this rank, its own part, which `exchange` cuts into pieces. What another rank sends
-    # arrives in that rank's row of `parts`.
+    # Every rank gets this rank's own part, which `exchange` cuts into pieces. What another rank sends arrives in that
+    # rank's row of `parts`.
     works, _ = transport.exchange([own_part] * transport.world_size, parts)
     for work in works:
         work.wait()

@@ -8,9 +8,8 @@ import multiprocessing
 import signal
 from multiprocessing import forkserver
 
-# torch.optim imports torch._dynamo when an optimizer makes its first step. That takes 1.5 seconds, which are spent only
-# once, before the ranks are forked, and not in every rank. The other two modules take half a second more. Checkpoints
-# import the one, and bench.py, which compares ways to train, imports the other.
+# These modules are imported once, before the ranks are forked, and not in every rank. torch.optim imports torch._dynamo
+# in an optimizer's first step, which takes 1.5 seconds. Checkpoints import the second module, bench.py the third.
 PRELOADED = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"
 
 
@@ -18,8 +17,8 @@ PRELOADED = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.
 def start_forkserver(modules=PRELOADED):
     """Start the process that imports `modules` and then forks each rank within milliseconds. Later calls do nothing.
 
-    The main thread must make the first call, because no other thread may change a signal's handler. The process and the
-    ranks ignore Ctrl-C, because the process that called this function gets it, too, and ends them.
+    The main thread must make the first call, because no other thread may change a signal's handler. The new process and
+    the ranks ignore Ctrl-C: the process that called this function gets it, too, and ends them.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the new process inherits SIG_IGN

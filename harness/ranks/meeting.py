@@ -1,10 +1,9 @@
 """Lets ranks find each other on a device and backend that work, leave together, and report a rank that is lost.
 
-A rank is one of the processes that train together. A store is a small table of texts, kept by one process, which all
-ranks read and write. Through it they find each other, before there is a process group. gloo is torch's backend for
-CPUs, and NCCL that for GPUs.
-
-A function whose docstring says "Collective" must be called on every rank, since each rank waits there for the others.
+    rank         one of the processes that train together
+    store        a small table of texts that one process keeps and all ranks read and write; so ranks find each other
+    gloo, NCCL   torch's backends for CPUs, and for GPUs
+    Collective   said of a function that every rank must call, because each rank waits there for the others
 """
 
 import atexit
@@ -45,12 +44,12 @@ class Rank(NamedTuple):
 def connect(timeout_s=120):
     """Join the process group of all ranks. torchrun's environment variables say where they meet. Returns a Rank.
 
-    A program that was started without torchrun is the only rank. A collective that waits longer than `timeout_s`
-    seconds for another rank raises, so that no rank waits for ever for a rank that has died.
+    A program that was started without torchrun is the only rank. A collective raises an error if it waits longer than
+    `timeout_s` seconds for another rank.
     """
     command_line.begin()  # Ctrl-C then ends the program with one word
     sys.excepthook = report_lost_rank  # Python calls it for an error that nothing has caught
-    silence_torch()  # a stage's guard silences torch's warnings, too, but a bare core doesn't
+    silence_torch()  # DistributedOptimizers silence torch's warnings, too; other optimizers don't
     if "RANK" not in os.environ:
         return join(0, 1, 0, 1, timeout_s, dist.HashStore())
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -79,13 +78,13 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
     possible = choices(local_rank, local_world_size)
     for number, (backend, device) in enumerate(possible):
         is_last = number == len(possible) - 1
-        # NCCL is tried with another choice behind it only where ranks share a GPU: see `choices`.
+        # `choices` returns another choice after NCCL only where ranks share a GPU.
         shares_gpu = backend == "nccl" and not is_last
         if shares_gpu:
             # NCCL refuses two ranks on one GPU of one host. So each rank says that it is a host of its own, and NCCL
             # lets them talk through sockets.
             os.environ["NCCL_HOSTID"] = f"{platform.node()} rank {local_rank}"
-        old_threads = own_threads()  # those before gloo starts its threads
+        old_threads = own_threads()  # gloo hasn't started its threads yet
         substore = store if is_last else dist.PrefixStore(f"choice {number}", store)
         prepare(device)
         # With a device_id, torch lets NCCL connect at once. That may fail where ranks share a GPU, so there NCCL
@@ -104,9 +103,10 @@ def join(rank, world_size, local_rank, local_world_size, timeout_s, store):
 def choices(local_rank, local_world_size):
     """Return [(backend, device), …], which `join` tries in this order. No other code chooses a backend or a device.
 
-    With a GPU for each rank of this host, each rank uses its GPU, by NCCL. Without GPUs all ranks are on the CPU. With
-    fewer GPUs than ranks, `join` first tries whether ranks can share a GPU, and then takes the CPU. If the environment
-    has SHARE_GPU=no, ranks don't share GPUs.
+    - With a GPU for each rank of this host, each rank uses its GPU.
+    - With fewer GPUs than ranks, ranks share a GPU if that works; otherwise they take the CPU. With SHARE_GPU=no in the
+      environment they don't try.
+    - Without GPUs all ranks are on the CPU.
     """
     has_gpus = torch.cuda.is_available() and dist.is_nccl_available()
     n_gpus = torch.cuda.device_count() if has_gpus else 0
@@ -134,10 +134,9 @@ WORKS = "works"  # what a rank writes into the store if it can communicate; othe
 
 
 def can_communicate(me, store):
-    """Try the collectives that the stages, the optimizers of this repository, call. Return whether all of them work.
+    """Try the collectives that the optimizers of this repository call. Return whether all of them work. Collective.
 
     All ranks return the same, because each writes its own result into `store` and reads what the others have written.
-    Collective.
     """
     try:
         all_ones = torch.ones(me.world_size, device=me.device)
@@ -162,9 +161,9 @@ def can_communicate(me, store):
 
 
 def side_group(timeout_s):
-    """Return a new gloo group of all ranks, for small messages, which then don't queue behind large ones. Collective.
+    """Return a new gloo group of all ranks, for small messages. Collective.
 
-    Large messages, such as gradients, are sent through the default group.
+    In the default group they would queue behind large messages, such as gradients.
     """
     old_threads = own_threads()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -174,9 +173,9 @@ def side_group(timeout_s):
 
 @contextlib.contextmanager
 def rank_0_of(d):
-    """Let this process, while this context is entered, act as rank 0 of d ranks, of which no other exists.
+    """Within this context this process plays rank 0 of d ranks. The other ranks don't exist.
 
-    The process group is torch's fake one, whose collectives send nothing and return at once.
+    The process group has torch's fake backend: a collective sends nothing and returns at once.
     """
     from torch.testing._internal.distributed import fake_pg as fake_pg  # this import registers the backend "fake"
 
@@ -193,7 +192,7 @@ def rank_0_of(d):
 
 
 def report_lost_rank(kind, error, trace):
-    """Python calls this, as sys.excepthook, for an error that nothing has caught: all three arguments are the error's.
+    """Print an error that nothing has caught. It is a sys.excepthook: the arguments are class, error and traceback.
 
     If a collective has failed because another rank is gone or late, print one line that names the lost rank, and end
     this process at once. Other errors are printed as usual.
@@ -209,13 +208,13 @@ def report_lost_rank(kind, error, trace):
     os._exit(1)  # sys.exit() would leave the process group first, and so wait for the other ranks
 
 
-MISSING_S = 3  # a rank that has lost another rank waits so many seconds for the other ranks to report a loss, too
+MISSING_S = 3  # how many seconds a rank that has lost another rank waits for the other ranks' reports
 
 
 def _missing_ranks():
     """Return the numbers of the ranks that don't report a loss, because they are dead, stopped or busy.
 
-    Returns [] if the store doesn't answer, so that nobody knows.
+    Returns [] if the store doesn't answer.
     """
     # _silent_ranks runs in a thread, because a store whose process is stopped never answers.
     silent = concurrent.futures.ThreadPoolExecutor(1).submit(_silent_ranks)
@@ -228,7 +227,7 @@ def _missing_ranks():
 def _silent_ranks():
     """Report in the store that this rank has lost another rank. Return the ranks that don't report this themselves.
 
-    At least one rank is lost. So as soon as all other ranks except one have reported, the one that has not is returned.
+    At least one rank is lost. So if only one rank hasn't reported yet, that rank is returned without a further wait.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"lost another: {dist.get_rank()}", "")
@@ -252,11 +251,11 @@ def disconnect():
     The barrier is needed because gloo aborts a rank if it ends while another rank still talks to it.
     """
     dist.barrier()
-    # A group ends when the last reference to it is dropped. Whoever drops that reference waits for gloo's threads, and
-    # such a thread may be waiting for the GIL, to release a tensor. Two things went wrong:
+    # A group ends when the last reference to it is dropped. The thread that drops it waits for gloo's threads, which
+    # may be waiting for the GIL, to release a tensor. Two things went wrong:
     # - A DDP model that outlived this call dropped the last reference while it held the GIL. On a busy machine 1 run of
     #   7 hung.
-    # - While Python is ending, it kills threads that ask for the GIL. When such threads were delayed, 1 run of 25
+    # - While Python is ending, it kills threads that ask for the GIL. When gloo's threads were late, 1 run of 25
     #   aborted.
     # So references are kept here, and atexit drops the last one: before Python ends, and without the GIL.
     groups_until_exit.extend(dist.distributed_c10d._world.pg_map)  # private: a dict whose keys are all groups
@@ -280,8 +279,7 @@ def on_all_ranks(function, mistakes=ValueError):
     """Call function() on every rank, and return what it returns. Collective if there is a process group.
 
     If it raises one of the exceptions `mistakes` on any rank, rank 0 prints one line, and every rank ends with exit
-    code 2. All ranks first learn of each other's errors, because torchrun ends all ranks as soon as one of them has
-    ended, and by then rank 0 must have printed its line.
+    code 2. torchrun ends all ranks as soon as one has ended, so all ranks first learn of each other's errors.
     """
     result = None
     error = None
@@ -320,11 +318,11 @@ def end_with_parent():
 def keep_freed_memory():
     """Let glibc keep the memory of freed tensors for later tensors, as torch's allocator for CUDA does.
 
-    By default glibc gives large blocks back to Linux, which hands them out again page by page, after it has zeroed each
-    page. With the model "tiny" up to 35,000 page faults a step were counted, but not in every run of the same program.
+    By default glibc gives large blocks back to Linux. Linux hands them out again page by page, and zeroes each page.
+    With the model "tiny" up to 35,000 page faults a step were counted, but not in every run of the same program.
     """
-    M_TRIM_THRESHOLD = -1  # glibc gives memory back to Linux when so many bytes are free
-    M_MMAP_THRESHOLD = -3  # glibc asks Linux for a block of its own, which is given back when freed, from this size on
+    M_TRIM_THRESHOLD = -1  # the number of free bytes at which glibc gives memory back to Linux
+    M_MMAP_THRESHOLD = -3  # the size from which on a block comes from Linux, and is given back when it is freed
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -337,8 +335,8 @@ def let_computing_go_first(threads):
     Linux prefers a thread that has just woken up, and gloo's threads wake up for each 64 kB that arrive, also in the
     middle of a matrix product. So they get a low priority: they run when no thread computes.
 
-    On a machine with many more ranks than cores some rank always computes. gloo's threads would never get a core there,
-    while other ranks wait for what they send. With GLOO_PRIORITY=normal in the environment this function does nothing.
+    With many more ranks than cores some rank always computes, and gloo's threads would never get a core. For such a
+    machine GLOO_PRIORITY=normal in the environment turns this function off.
     """
     if os.environ.get("GLOO_PRIORITY") == "normal":
         return

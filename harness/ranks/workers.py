@@ -70,10 +70,10 @@ class Workers(contextlib.AbstractContextManager):
     Use Workers from the main thread, and from a script whose work stands below `if __name__ == "__main__":`.
 
     Args:
-        timeout_s: a collective that waits longer than so many seconds for another rank fails.
-        limit_s: a `run` that takes longer than so many seconds fails; by default as long as `timeout_s`.
-        enter: enter(rank: int) is called in each process before the ranks meet. Two emulated hosts, for example, let
-            it move the process to the network of its host.
+        timeout_s: how many seconds a collective waits for another rank before it fails.
+        limit_s: how many seconds a `run` may take before it fails; by default `timeout_s`.
+        enter: enter(rank: int) is called in each process before the ranks meet. For example, it moves the process to
+            the network of an emulated host.
     """
 
     def __init__(self, world_size, timeout_s=120, limit_s=None, enter=None):
@@ -172,7 +172,7 @@ class Workers(contextlib.AbstractContextManager):
                     failures[rank] = value
                 elif on_event is not None:
                     on_event(rank, value)
-            # When a rank dies, another rank often reports that it has lost it before the death itself is seen here.
+            # When a rank dies, another rank often reports a lost rank before the death is seen here.
             if failures:
                 deadline = min(deadline, time.monotonic() + 0.5)
             missing = [rank for rank in missing if rank not in results and rank not in failures]
@@ -191,7 +191,7 @@ class Workers(contextlib.AbstractContextManager):
         for rank in ranks:
             rank_of[self.pipes[rank]] = rank
             rank_of[self.processes[rank].sentinel] = rank
-        # multiprocessing's wait() returns those of the keys that are ready. Both keys of a rank may be.
+        # multiprocessing's wait() returns the keys that are ready. Both keys of a rank may be ready.
         return sorted({rank_of[source] for source in wait(rank_of, timeout_s)})
 
     def _receive(self, rank):
@@ -236,8 +236,7 @@ def _worker(place, rank, world_size, timeout_s, pipe, enter):
     """
     global _to_parent
     _to_parent = pipe
-    # The modules that the forkserver has imported stay until the end. Without this line each garbage collection would
-    # look at them, which takes 0.15 s and copies pages of memory.
+    # Garbage collections then leave the forkserver's modules out. To look at them takes 0.15 s, and copies memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, too, and ends the workers
     jobs = queue.SimpleQueue()

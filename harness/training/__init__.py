@@ -1,5 +1,5 @@
-"""Says which model is trained, on which text, and in which ways, which are the rows of tables.
+"""Has the models, the text, the training loop, and the rows: the ways to train that tables compare.
 
-The ways are the stages, which are the four optimizers of this repository, and what they are compared with: replicated
-training, in which every rank holds everything, and optimizers of torch.
+The ways are the stages, the four optimizers of this repository, and what they are compared with: optimizers of torch,
+and replicated training, in which every rank holds everything.
 """

@@ -1,10 +1,11 @@
-"""Trains in ways that torch lacks, and with which the stages are compared. A stage is an optimizer of this repository.
+"""Ways to train that the stages are compared with. A stage is an optimizer of this repository, in a folder stage*/.
 
 - Replicated: each rank has all gradients and updates all parameters, as with DDP, torch's DistributedDataParallel.
-- In 16 bits: each rank also has fp32 copies of the 16-bit parameters, the main parameters, which AdamW updates.
+- In 16 bits: AdamW updates main parameters, which are fp32 copies of the 16-bit parameters.
 - By owner: each gradient is sent to one rank only, which owns the parameter.
 
-`Training` is the loop of every stage's train.py, cut into parts, so that memory can be measured between them.
+The *core* of a stage is its algorithm without checks of a program's mistakes: the class ShardedOptimizer in
+optimizer.py. The code in guard/ adds the checks.
 """
 
 import contextlib
@@ -51,9 +52,9 @@ class Training:
 
         DDP has such a context, and stages have one. A way to train that sends nothing needs none.
         """
-        for owner in (self.forward, self.optimizer):
-            if hasattr(owner, "no_sync"):
-                return owner.no_sync()
+        for part in (self.forward, self.optimizer):
+            if hasattr(part, "no_sync"):
+                return part.no_sync()
         return contextlib.nullcontext()
 
     def step(self, batch):
@@ -63,7 +64,7 @@ class Training:
         self.zero_grad()
 
     def finish(self):
-        """Wait for what may still run after a step: messages with parameters, and kernels on the GPU."""
+        """Wait for messages with parameters and for kernels on the GPU, which may still run after a step."""
         # A Chained (variants/muon_rows.py) is an optimizer that consists of two optimizers.
         optimizers = getattr(self.optimizer, "optimizers", [self.optimizer])
         for optimizer in optimizers:
@@ -73,9 +74,9 @@ class Training:
             torch.cuda.synchronize()
 
     def full_params(self):
-        """Return the values of all parameters on this rank, whole, in a list.
+        """Return a list of the whole values of all parameters. Collective: all ranks call it.
 
-        FSDP2's parameters are DTensors, each of which is gathered here. Then this is collective: all ranks call it.
+        FSDP2's parameters are DTensors, of which a rank has parts. They are gathered here.
         """
         self.finish()
         return [param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach()
@@ -86,14 +87,15 @@ class Training:
 
 
 class ReplicatedOptimizer(ShardedOptimizer):
-    """Is the core of stage 1, the optimizer itself, except that every rank owns, and updates, every parameter.
+    """Is stage 1's core, but every rank owns every parameter, which means that it updates the parameter.
 
-    In stage 1 a parameter is owned by one rank. `shards`, which the core makes, is a list of parameters for each rank.
+    In stage 1 one rank owns a parameter. The core makes `shards`: for each rank, the list of the parameters that it
+    owns.
     """
 
     @torch.no_grad()
     def shard(self, groups):
-        """Broadcast rank 0's parameters. Returns parameter groups for the inner optimizer, which updates parameters.
+        """Broadcast rank 0's parameters. Returns the parameter groups of the inner optimizer, such as AdamW.
 
         The core calls this in its constructor, and when a group of parameters is added.
         """
@@ -104,30 +106,31 @@ class ReplicatedOptimizer(ShardedOptimizer):
         return [{**hyperparameters(group), "params": group["params"]} for group in groups]
 
     def sync_params(self):
-        """Do nothing, because every rank has updated all parameters. In stage 1, owners broadcast parameters here."""
+        """Do nothing. In stage 1, owners broadcast parameters here, but here every rank has updated all of them."""
 
 
 class DistributedOptimizer(OfWholeParams, ReplicatedOptimizer):
-    """Averages gradients over the ranks, and updates all parameters on each. It takes the arguments of stage 1.
+    """Averages gradients over the ranks, and updates all parameters on each rank.
 
-    With average_gradients=False it relies on DDP to have averaged the gradients. OfWholeParams adds stage 1's checks.
+    OfWholeParams, from guard/, is stage 1's guard: it adds the constructor, with stage 1's arguments, and the checks.
+    With the argument average_gradients=False, DDP has to average the gradients.
     """
 
     _stage = 0  # for repr(), which says the number of the stage
 
 
 class MainParamsTraining(Training):
-    """Trains a model on every rank by AdamW, which updates the main parameters: fp32 copies of 16-bit parameters.
+    """Trains a model on every rank: AdamW updates the main parameters, and each is rounded into its parameter.
 
-    After AdamW's step each parameter becomes its main parameter, rounded. An fp32 parameter is updated itself.
+    An fp32 parameter is its own main parameter.
 
     Args:
         world_size: how many ranks average their gradients; 1: this rank uses its own gradients.
-        divided_in, summed_in: each rank divides its gradient by world_size in the one dtype, and the ranks add in the
-            other. None: the dtype of the parameters.
+        divided_in: the dtype in which a rank divides its gradient by world_size. None: the dtype of the parameters.
+        summed_in: the dtype in which the quotients of all ranks are added. None: the dtype of the parameters.
         moments_in: the dtype that AdamW's moments are rounded to; None: they stay in fp32.
-        ties_away: a main parameter exactly between two bf16 values is rounded to the one farther from zero, as in
-            variants/remainder16.py. By default it is rounded as torch does: to the one whose last bit is 0.
+        ties_away: whether a main parameter exactly between two bf16 values is rounded to the value farther from zero,
+            as in variants/remainder16.py. By default it is rounded as torch does: to the value whose last bit is 0.
     """
 
     def __init__(self, model, adamw, world_size, divided_in=None, summed_in=torch.float32, moments_in=None,
@@ -151,13 +154,13 @@ class MainParamsTraining(Training):
         if self.moments_in is not None:
             self.round_moments()
         torch._foreach_copy_(params, self.main_params)  # rounds
-        if self.ties_away:  # rounds once more, in the other way
+        if self.ties_away:  # round the main parameters once more, by integers
             for param, main_param in zip(params, self.main_params):
                 # A bf16 number has the upper 16 bits of an fp32 number. Add half a unit, and cut the lower bits off.
                 param.view(torch.int16).copy_((main_param.view(torch.int32) + 2**15) >> 16)
 
     def averaged(self, grad):
-        """Return the average over the ranks of a gradient, which is divided before it is added up."""
+        """Return the average of a gradient over the ranks. Each rank divides before the ranks add."""
         share = grad.to(self.divided_in or grad.dtype) / self.world_size
         share = share.to(self.summed_in or grad.dtype)
         return sum_in_rank_order(share, self.world_size) if self.world_size > 1 else share
@@ -169,15 +172,15 @@ class MainParamsTraining(Training):
                 state[name] = state[name].to(self.moments_in).float()
 
     def zero_grad(self):
-        """Drop the gradients of the main parameters and those of the parameters."""
+        """Drop the gradients of main parameters and of parameters."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
 
 def sum_in_rank_order(tensor, world_size):
-    """Return the sum of a tensor over the ranks, added in the order of ranks, from rank 0 on. Collective.
+    """Add a tensor up over the ranks, from rank 0 to the last. Returns the sum. Collective.
 
-    An all-reduce would not do, because with three ranks gloo adds in another order, and the last bits differ.
+    On three ranks gloo's all-reduce adds in another order, and the last bits differ.
     """
     parts = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(parts, tensor)
@@ -190,9 +193,10 @@ def sum_in_rank_order(tensor, world_size):
 def in_16_bits(alone=False, **options):
     """Return a function build(model, adamw) -> MainParamsTraining, for rows.py, the list of ways to train.
 
-    alone: each rank trains on its own gradients. options: other arguments of MainParamsTraining.
+    adamw: a dict of AdamW's arguments.
+    alone: whether each rank trains on its own gradients. options: other arguments of MainParamsTraining.
     """
-    def build(model, adamw, bucket_mb=None):
+    def build(model, adamw, bucket_mb=None):  # bucket_mb is unused: rows.py passes it to every such function
         return MainParamsTraining(model, adamw, 1 if alone else dist.get_world_size(), **options)
     return build
 
@@ -201,7 +205,7 @@ def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
     """Return DDP around a model.
 
     bucket_cap_mb: MiB of gradients that DDP sends in one message; None is DDP's default, 25.
-    hook: a communication hook of DDP, which sends gradients in another way. options: other arguments of DDP.
+    hook: a communication hook: DDP calls it to send a bucket of gradients. options: other arguments of DDP.
     """
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, **options)
     if hook is not None:
@@ -210,10 +214,10 @@ def in_ddp(model, bucket_cap_mb=None, hook=None, **options):
 
 
 def bf16_sum(_, bucket):
-    """Send and add gradients in bf16. It is a communication hook of DDP, which calls it for each bucket of gradients.
+    """Send and add gradients in bf16: a communication hook of DDP, which calls it with (None, bucket of gradients).
 
-    torch's own bf16_compress_hook does the same, but refuses gloo, the backend for CPUs. Returns a Future, whose value
-    is the bucket's buffer with the averages.
+    torch's own bf16_compress_hook does the same, but refuses gloo, the backend for CPUs. Returns a Future. Its value is
+    the bucket's buffer, which then has the averages.
     """
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
@@ -223,7 +227,7 @@ def bf16_sum(_, bucket):
 
 def ddp_16bit(model, adamw, bucket_mb=None):
     """Set up DDP, which averages 16-bit gradients while backward() runs, and AdamW on all main parameters."""
-    training = MainParamsTraining(model, adamw, world_size=1)  # 1, because it gets gradients that are averaged already
+    training = MainParamsTraining(model, adamw, world_size=1)  # 1, because DDP has averaged the gradients
     training.forward = in_ddp(model, bucket_mb)
     return training
 
@@ -233,23 +237,24 @@ def ddp_16bit(model, adamw, bucket_mb=None):
 
 class Message(NamedTuple):
     """Gradients on their way to the rank that owns their parameters."""
-    work: dist.Work  # done when the message has arrived
-    bucket: torch.Tensor  # (numel of all params,), the gradients one behind the other
+    work: dist.Work  # torch's object for a collective in flight, on which a rank waits
+    flat_grads: torch.Tensor  # (numel of all params,), the gradients one after the other
     owner: int  # number of the rank
     params: list
 
 
 class OwnerReduce(ShardedOptimizer):
-    """Sends each gradient to the rank that owns the parameter, by a `reduce`, as soon as the gradient is ready.
+    """Sends each gradient to the rank that owns the parameter as soon as the gradient is ready.
 
-    The reduce adds up the gradients of all ranks. As in stage 1, whose core this class extends, each parameter is owned
-    by one rank, which updates the parameter and broadcasts it. Every parameter must get a gradient in each step, from a
-    single backward pass. The authors of Megatron-LLaMA's OverlappedDistributedOptimizer argue against this scheme, so
-    it is measured, too.
+    The collective `reduce` adds up the gradients of all ranks. As in stage 1, the owner updates the parameter and
+    broadcasts it. Every parameter must get a gradient in each step, from a single backward pass. The authors of
+    Megatron-LLaMA's OverlappedDistributedOptimizer argue against this scheme, so it is measured, too.
+
+    A *bucket* is a list of parameters of the same owner whose gradients travel in one message.
 
     Args:
-        bucket_cap_mb: a message has so many MiB of gradients of one owner, as in DeepSpeed's ZeRO-2; None: each message
-            has a single gradient. All other arguments are those of stage 1's core.
+        bucket_cap_mb: a bucket has about this many MiB of gradients, as in DeepSpeed's ZeRO-2; None: each bucket has a
+            single parameter. Stage 1's core explains all other arguments.
     """
 
     def __init__(self, params, optimizer_cls=torch.optim.AdamW, *, bucket_cap_mb=None, **kwargs):
@@ -257,7 +262,7 @@ class OwnerReduce(ShardedOptimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         # The core has made `shards`: for each rank, the list of the parameters that the rank owns.
         owners = {param: rank for rank, shard in enumerate(self.shards) for param in shard}
-        # [(owner, params), …]: the parameters of a bucket get their gradients sent in one message to their owner.
+        # [(owner, bucket), …]
         self.buckets = owner_buckets(params, owners, (bucket_cap_mb or 0) * 2**20)
         self.next_bucket = 0  # index of the first bucket that isn't sent yet in this step
         self.ready = set()  # parameters that have got a gradient in this step
@@ -267,7 +272,7 @@ class OwnerReduce(ShardedOptimizer):
 
     @torch.no_grad()
     def on_grad_ready(self, param):
-        """Send the buckets in which every parameter has a gradient. Then receive what has arrived meanwhile.
+        """Note that `param` has a gradient. Send the buckets that are complete, and receive messages that have arrived.
 
         Buckets are sent in the same order on every rank, so a bucket waits for all buckets before it.
         """
@@ -283,22 +288,22 @@ class OwnerReduce(ShardedOptimizer):
     def send(self, owner, params):
         """Start a message with the gradients of `params`, divided by the number of ranks, and drop these gradients."""
         grads = [param.grad for param in params]
-        bucket = grads[0].reshape(-1) if len(grads) == 1 else flatten(grads)  # a single gradient needs no copy
-        bucket /= self.world_size
+        flat_grads = grads[0].reshape(-1) if len(grads) == 1 else flatten(grads)  # a single gradient needs no copy
+        flat_grads /= self.world_size
         for param in params:
             param.grad = None
-        work = dist.reduce(bucket, group_dst=owner, group=self.process_group, async_op=True)
-        self.in_flight.append(Message(work, bucket, owner, params))
+        work = dist.reduce(flat_grads, group_dst=owner, group=self.process_group, async_op=True)
+        self.in_flight.append(Message(work, flat_grads, owner, params))
 
     def receive_oldest(self):
-        """Wait for the oldest message. If this rank owns the parameters, take what has arrived as their gradients.
+        """Wait for the oldest message. If this rank owns the parameters, the averages become their gradients.
 
-        On any other rank the bucket is dropped, because gloo leaves partial sums in it.
+        Other ranks drop the tensor, in which gloo leaves partial sums.
         """
         message = self.in_flight.popleft()
         message.work.wait()
         if message.owner == self.rank:
-            for param, grad in zip(message.params, cut_like(message.bucket, message.params)):
+            for param, grad in zip(message.params, cut_like(message.flat_grads, message.params)):
                 param.grad = grad
 
     @torch.no_grad()
@@ -313,11 +318,11 @@ class OwnerReduce(ShardedOptimizer):
 def owner_buckets(params, owners, cap_bytes):
     """Group parameters of the same owner into buckets of about `cap_bytes`. owners: {param: rank}.
 
-    Returns [(owner, params), …] in the order in which buckets are sent. Buckets are filled from the last parameter to
-    the first, because backward() makes gradients in about that order.
+    Returns [(owner, bucket), …] in the order in which buckets are sent. The last parameter is the first to get into a
+    bucket, because backward() makes gradients in about that order.
     """
     buckets = []
-    unfilled = {}  # owner -> params of this owner's bucket that isn't full yet
+    unfilled = {}  # owner -> this owner's bucket that isn't full yet
     for param in reversed(params):
         owner = owners[param]
         bucket = unfilled.setdefault(owner, [])

@@ -2,8 +2,8 @@
 
     python -m harness.training.launch 2 stage4_overlap/train.py [options of train.py …]         # or: make train
 
-A rank is one of the processes that train together. What they print themselves is the last that a user sees, because
-torchrun's long report of failed ranks, which says no more, is left out.
+A rank is one of the processes that train together. torchrun's long report of failed ranks is left out, so that what the
+ranks print is the last that a user sees.
 
 Exit code: 0; the exit code of the first rank that failed; 1 if a signal ended that rank; or 128 + n if this program got
 the signal of number n, which is 130 after Ctrl-C.

@@ -1,8 +1,12 @@
-"""Defines two models: a small GPT, which is trained, and a LLaMA, whose parameters are counted and never trained.
+"""Defines two models: a small GPT to train, and a LLaMA, whose parameters are only counted.
 
-In comments on shapes, B is the number of sequences in a batch, T the number of tokens in a sequence (a token is a
-byte), C the width of the stream, H the number of attention heads, and V the size of the vocabulary. The stream is the
-tensor (B, T, C) that each block adds to. `config`, in every class, is a GPTConfig or LlamaConfig: see options.py.
+`config` is a GPTConfig or LlamaConfig, with the sizes of the model: see options.py. In comments on shapes:
+
+    B    number of sequences in a batch
+    T    number of tokens in a sequence; the GPT's tokens are bytes
+    C    width of the stream, the tensor (B, T, C) that each block adds to
+    H    number of attention heads
+    V    size of the vocabulary
 """
 
 import math
@@ -18,7 +22,7 @@ from harness.training.options import GPTConfig
 class Attention(nn.Module):
     """Computes causal self-attention.
 
-    The rows of the weight of `to_qkv` are those for q, k and v of the first head, then of the second head, and so on.
+    The weight of `to_qkv` has the rows for q, k and v of the first head, then those of the second head, and so on.
     """
 
     def __init__(self, config):
@@ -55,8 +59,8 @@ class GPT(nn.Module):
     """Is a pre-norm GPT with learned positions, in the style of GPT-2 (Radford et al. 2019) and of nanoGPT.
 
     The output head is a Linear module whose weight is the same Parameter object as the weight of the token embedding.
-    So each parameter is used only in the forward() of modules that own it. Stage 4's optimizer, which has a hook before
-    each forward(), relies on that: the hook waits until the parameters of its module have arrived.
+    So each parameter is used only in the forward() of modules that own it. Stage 4's optimizer relies on that: before
+    each forward() its hook waits until the module's parameters have arrived.
     """
 
     def __init__(self, config):
@@ -79,8 +83,8 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layers))
             elif param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
-            # The rows have been drawn for q of all heads, then k, then v. They are put in the order that Attention
-            # reads: head by head. The results in results/ were measured with weights that were drawn in this way.
+            # The rows were drawn for q of all heads, then k, then v. Put them in the order of Attention, head by head.
+            # The results in results/ were measured with weights that were drawn so.
             if name.endswith("to_qkv.weight"):
                 heads = param.data.unflatten(0, (3, self.config.n_heads, -1))  # (3, H, C/H, C)
                 param.data.copy_(heads.transpose(0, 1).flatten(0, 2))

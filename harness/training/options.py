@@ -40,7 +40,7 @@ class LlamaConfig(NamedTuple):
     n_kv_heads: int  # heads that keys and values have; several heads of queries may share one of these
     ffn_width: int  # the inner width of the feed-forward network
     vocabulary: int = 32000
-    tensor_parallel: int = 1  # so many ranks share each layer, and the model that is built is the part of one rank
+    tensor_parallel: int = 1  # how many ranks share each layer; the model that is built is one rank's part
 
 
 LLAMAS = {
@@ -58,14 +58,14 @@ PLANNED_MODELS = {**LLAMAS, **GPT2, **MODELS}  # all models that `make plan` cou
 # Exit codes of a rank that was told to stop, by a signal, and has saved a checkpoint.
 PREEMPTED = 75  # os.EX_TEMPFAIL, by which a program asks to be started again later; training then goes on
 INTERRUPTED = 130  # after Ctrl-C, which is SIGINT: 128 + its number, as in shells
-TIMEOUT_S = 600  # by default a rank waits so many seconds for another rank
+TIMEOUT_S = 600  # how many seconds a rank waits for another rank by default
 # Types of options. `number` returns a function that refuses a number outside of its two limits.
 SECONDS = number(float, 0.001, 10**6)
 NOT_NEGATIVE = number(float, 0, 10**6)
 
 
 def parse(parser, arguments=None):
-    """Return the options in `arguments`, a list of words; by default those of the command line.
+    """Return the options in `arguments`, a list of words; by default the words of the command line.
 
     For a wrong option this calls parser.error(message), which doesn't return: it ends the program, or raises.
     """

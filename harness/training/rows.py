@@ -4,10 +4,10 @@ For each row this file says how it is set up, with which other training its para
 should send and hold. Programs that measure compare that with what a row does.
 
 Words that are used below:
-    stage N         one of the four optimizers of this repository, in a folder of its own: optimizer.py is its core, the
-                    plain ShardedOptimizer; distributed.py adds checks, its guard, and has the DistributedOptimizer
+    stage N         one of the four optimizers of this repository, in a folder stage*/ with two classes:
+                    ShardedOptimizer, its core, is the algorithm; DistributedOptimizer also refuses wrong use
     variant         a file of variants/ that changes a stage
-    peer            an optimizer of torch, or another scheme, that stages are compared with
+    peer            an optimizer of torch, or another scheme; stages are compared with it
     main parameter  the fp32 copy of a 16-bit parameter, which AdamW updates
     bucket          parameters whose gradients travel in one message
     overlap         messages travel while a rank computes
@@ -50,15 +50,15 @@ NO_OVERLAP = "stage 4 neither"  # neither gradients nor parameters travel while 
 GRADIENT_OVERLAP = "stage 4 only gradients"  # only gradients do
 PARAMETER_OVERLAP = "stage 4 only parameters"  # only parameters do
 HALF_OVERLAPS = [NO_OVERLAP, GRADIENT_OVERLAP, PARAMETER_OVERLAP]
-# Names that only `make plan` uses, which calculates training on many GPUs. In the hybrid row 64 ranks, on eight nodes
-# of eight GPUs, share a state, since a rank that holds 1/64 already saves nearly everything that sharding can save.
+# Only `make plan`, which calculates training on many GPUs, uses the next three names. In the hybrid row 64 ranks share
+# a state, because a rank that holds 1/64 saves nearly everything that sharding can save.
 HYBRID_RANKS = 64
 STAGE_4_BF16 = "stage 4 bf16"
 HYBRID_BF16 = f"hybrid of {HYBRID_RANKS} bf16"
-# The ladder: the reference, and then the stages in their order.
+# The ladder, a table in README.md: the reference, and then the stages in their order.
 LADDER = [REFERENCE, NAIVE_BROADCAST, ALL_GATHER, GRAD_BUFFER, OVERLAP]
 
-ONE_PARAMETER = 1e-6  # MiB: buckets are so small that the first parameter in a bucket fills it
+ONE_PARAMETER = 1e-6  # MiB: so small that each bucket has one parameter
 DEFAULT_MB = 25  # MiB: DDP's default size of a bucket
 SIZES = [ONE_PARAMETER, 0.25, 1, 2, 4, 8, 25, 100]  # sizes of buckets, in MiB, all of which a sweep measures
 
@@ -102,9 +102,9 @@ def compute_only(model, adamw, bucket_mb=None):
 def with_ddp(make, hook=None, is_alone=False):
     """Let DDP average the gradients in buckets while backward() runs. `make(params, **adamw)` makes the optimizer.
 
-    hook: a communication hook of DDP, which sends gradients in another way.
-    is_alone: DDP gets a gloo group with only this rank in it. `make plan` asks for that, because it runs one rank whose
-        messages go nowhere, and DDP can't work with those.
+    hook: a communication hook: DDP calls it to send a bucket of gradients.
+    is_alone: whether DDP gets a gloo group with only this rank in it, for programs that run one rank whose messages go
+        nowhere. DDP can't work with such messages.
     """
     def build(model, adamw, bucket_mb=None):
         group = dist.new_group([0], backend="gloo") if is_alone else None
@@ -114,7 +114,7 @@ def with_ddp(make, hook=None, is_alone=False):
 
 
 def beneath_ddp(package):
-    """Let DDP average the gradients, and the stage in the folder `package`, 1 or 2, update the parameters."""
+    """Let DDP average the gradients, and a stage update the parameters. `package`: the folder of stage 1 or 2."""
     return with_ddp(lambda params, **adamw: optimizer_class(package)(params, average_gradients=False, **adamw))
 
 
@@ -126,8 +126,8 @@ ddp_summed_in_bf16 = with_ddp(torch.optim.AdamW, hook=bf16_sum)
 def ddp_and_zero(model, adamw, bucket_mb=None, is_alone=False):
     """Set up DDP and torch's ZeroRedundancyOptimizer, "ZeRO", as its documentation says.
 
-    Each rank updates some parameters and broadcasts them. If DDP's buckets are tuned, which `bucket_mb` says, ZeRO is
-    tuned, too: then the parameters of a rank are views of one tensor, which is broadcast as a whole.
+    Each rank updates some parameters and broadcasts them. With a `bucket_mb`, ZeRO is tuned, too: the parameters of a
+    rank are views of one tensor, which is broadcast as a whole.
     """
     def make_zero(params, **adamw):
         is_tuned = bucket_mb is not None
@@ -138,7 +138,7 @@ def ddp_and_zero(model, adamw, bucket_mb=None, is_alone=False):
 def fsdp2(reshard_after_forward):
     """Set up FSDP2, torch's fully_shard, as its documentation says: by block, and then the rest of the model.
 
-    reshard_after_forward: whether a rank drops the parameters of the others after forward, and gathers them once more.
+    reshard_after_forward: whether a rank drops the gathered parameters after forward, and gathers them once more.
     """
     def build(model, adamw, bucket_mb=None):
         mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
@@ -152,8 +152,7 @@ def stage(optimizer, name="DistributedOptimizer", prefetch=False, **settings):
     """Set up a stage or a variant.
 
     Args:
-        optimizer: its class; or the name of a package that has the class `name`. The class "ShardedOptimizer" is the
-            core of a stage, without the checks of its guard.
+        optimizer: its class; or the name of a package that has the class `name`.
         prefetch: whether parameters arrive during the next forward pass, which stage 4 and its variants can do.
         settings: other arguments of the class.
     """
@@ -193,9 +192,9 @@ def size_of_hybrid_groups(d):
 
 
 def same_bits(model, adamw, bucket_mb=None):
-    """Set up variants/same_bits.py, which cuts a batch into `leaves` parts and adds their gradients up as in a tree.
+    """Set up variants/same_bits.py, with one leaf on each rank. So it computes as much as the other rows do.
 
-    With one leaf on each rank, it computes as much as the other rows do.
+    A leaf is a part of a batch. The gradients of leaves are added up as in a tree.
     """
     return stage("variants.same_bits", prefetch=True, leaves=dist.get_world_size())(model, adamw, bucket_mb)
 
@@ -223,25 +222,28 @@ overlap = stage(STAGE_4, prefetch=True)
 class Configuration(NamedTuple):
     """A row: a way to train, another training with which it must agree, and the bytes that it should send and hold.
 
-    There are d ranks, of which n share a state. With AdamW, in a step a rank sends `sends` * (d-1)/d bytes per
-    parameter, where a parameter is one element of a tensor. After a step it holds `whole` + `shared` / n bytes per
-    parameter, where gradients are counted, too, and besides that the buffers of its buckets. For example, with DDP in
-    fp32 each rank holds all parameters, gradients, and both moments of AdamW, each of 4 bytes: whole=16.
+    There are d ranks, of which n share a state. In "bytes per parameter", a parameter is one element of a tensor. With
+    AdamW a rank
+        sends in a step        sends * (d-1)/d bytes per parameter
+        holds after a step     whole + shared / n bytes per parameter, with gradients, and its buckets' buffers
+
+    For example, with DDP in fp32 each rank holds all parameters, gradients, and both moments of AdamW, each of 4 bytes:
+    whole=16.
     """
     name: str
-    # "floor" learns nothing from other ranks, "reference" is DDP, "noise" is DDP measured once more, and the other
-    # kinds are "stage" (variants, too) and "peer".
+    # "floor": it learns nothing from other ranks; "reference": DDP; "noise": DDP measured once more; "stage": a stage
+    # or a variant; "peer".
     kind: str
     build: Callable  # (model, AdamW's settings, bucket_mb=None) -> Training
     sends: float  # bytes per parameter, before they are multiplied by (d-1)/d
     whole: float  # bytes per parameter of what every rank holds
     shared: float = 0  # bytes per parameter of what n ranks share, so that a rank holds 1/n of them
-    # If a row has two optimizers, `whole` and `shared` are those of the second one, and the next two fields are those
-    # of the first one, which has the rest of the parameters. None: the row has one optimizer.
+    # If a row has two optimizers, the next two fields are the `whole` and `shared` of the first optimizer, which has
+    # the rest of the parameters. None: the row has one optimizer.
     rest_whole: float | None = None
     rest_shared: float = 0
-    sharing: Callable = lambda d: d  # returns n for d
-    starts_apart: bool = True  # ranks begin with different weights, so that the row has to broadcast those of rank 0
+    sharing: Callable = lambda d: d  # a function: d -> n
+    starts_apart: bool = True  # ranks begin with different weights, so that the row has to broadcast rank 0's weights
     dtype: str = "float32"  # of the parameters
     reference: Callable = ddp  # the `build` of the training with which this row must agree
     has_buckets: bool = False  # whether `build` takes a size of buckets
@@ -252,10 +254,8 @@ class Configuration(NamedTuple):
         return self.sends * numel * (d - 1) / d
 
     def bytes_per_param(self, numel, d, optimizer):
-        """Return how many bytes per parameter a rank should hold after a step. `optimizer`: what `build` has made.
-
-        An object with the attribute `optimizers` holds two optimizers, of which the first has the rest.
-        """
+        """Return how many bytes per parameter a rank should hold after a step. `optimizer`: what `build` has made."""
+        # An optimizer that consists of two has the attribute `optimizers`.
         optimizers = getattr(optimizer, "optimizers", [optimizer])
         held = self.whole + self.shared / self.sharing(d)
         if self.rest_whole is not None:
@@ -298,9 +298,9 @@ def variant(name, build=None, sends=8, whole=4, shared=12, base=OVERLAP, **field
     return Configuration(f"variants {name}", "stage", build, sends, whole, shared, base=base, **fields)
 
 
-# Rows with parameters in bfloat16, whose main parameters AdamW updates. In "stage 3 bf16/fp32" parameters are bf16 and
-# gradients fp32. Before ranks add their gradients up, each rank divides its gradient by d. A row and its reference
-# divide in the same dtype and add in the same dtype: see baselines.MainParamsTraining.
+# Rows with parameters in bfloat16. In "stage 3 bf16/fp32" parameters are bf16 and gradients fp32. Each rank divides its
+# gradient by d before the ranks add. A row and its reference divide in the same dtype, and add in the same dtype:
+# `divided_in` and `summed_in`, fp32 by default.
 STAGE_3_IN_BF16 = [
     Configuration("stage 3 bf16/fp32", "stage", stage(STAGE_3, grad_dtype=torch.float32), sends=6, whole=6, shared=12,
                   dtype="bfloat16", reference=in_16_bits(divided_in=torch.float32)),
@@ -352,8 +352,8 @@ VARIANTS = [
     Configuration(DDP_BF16_SUM, "peer", ddp_summed_in_bf16, sends=4, whole=16,
                   reference=in_16_bits(divided_in=torch.bfloat16, summed_in=torch.bfloat16)),
 ]
-# Rows that are measured on two hosts. They show how much time is saved while gradients travel during the backward pass,
-# and how much while parameters travel during the forward pass.
+# Rows that are measured on two hosts. They show how much time it saves that gradients travel during the backward pass,
+# and that parameters travel during the forward pass.
 BUILD_HALF = {NO_OVERLAP: stage(LateSender), GRADIENT_OVERLAP: stage(STAGE_4),
               PARAMETER_OVERLAP: stage(LateSender, prefetch=True)}
 HALVES = [Configuration(name, "stage", build, sends=8, whole=4, shared=12, has_buckets=True)
@@ -372,7 +372,7 @@ PLANNED = [
 ]
 
 
-# The option --rows variants asks for these rows, too, because the variants are compared with them.
+# "--rows variants" asks for these rows, too, because the variants are compared with them.
 BASES_OF_VARIANTS = GRAD_BUFFER, OVERLAP, OVERLAP_BF16, DDP_BF16_SUM
 
 

@@ -1,8 +1,8 @@
 """Does what every train.py needs besides an optimizer: options, the model, the data, printed lines, and checkpoints.
 
-Each stage, which is one of four optimizers, has a train.py with the training loop, which calls functions of this module
-and methods of its Run. A rank is one of the processes that train together. A function whose docstring says "Collective"
-must be called on every rank, because ranks wait for each other in it.
+A stage is one of the four optimizers of this repository. Each has a train.py with the training loop, which calls
+functions of this module and methods of its Run. A rank is one of the processes that train together. A function whose
+docstring says "Collective" must be called on every rank, because ranks wait for each other in it.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from harness.ranks.meeting import is_rank_0, leave, on_all_ranks, side_group
 from harness.training import corpus, models, options
 from harness.training.options import INTERRUPTED, PREEMPTED, SECONDS, TIMEOUT_S
 
-STEPS_PER_LINE = 10  # a line with the loss is printed after so many steps, and after the first and the last step
+STEPS_PER_LINE = 10  # how often a line with the loss is printed; it is also printed after the first and the last step
 CHECKPOINT_ERRORS = OSError, ValueError, checkpoint.CheckpointError  # on_all_ranks shows them to a user in one line
 
 
 def connect():
     """Join the other ranks, and return a Rank: number, world_size, device, backend. Collective.
 
-    Joining needs the option --timeout, so only this option is parsed here. `parse_args` parses all options later, when
-    rank 0 alone can print what is wrong with them. If --timeout is wrong, the ranks join with its default until then.
+    Only the option --timeout is parsed here, because the ranks need it to join. If it is wrong, they join with its
+    default. `parse_args` parses all options later, when rank 0 alone can print what is wrong with them.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--timeout", type=SECONDS, default=TIMEOUT_S)
@@ -89,7 +89,7 @@ def warmup_then_cosine(steps):
 
 
 class Line(NamedTuple):
-    """Notes of the last printed line with a loss, from which the next line measures the speed."""
+    """Notes of the last printed line with a loss. The next line measures the speed from them."""
     n_done: int  # how many steps were done then
     time: float  # when the line was printed, in seconds of time.perf_counter()
 
@@ -99,7 +99,7 @@ class Run:
 
     The loop of a train.py calls `steps`, `batch` and `add_loss`, and trains the model itself. In a step a rank may run
     several micro-batches, whose gradients add up. A printed loss is a mean over the ranks, over the micro-batches, and
-    over the steps since the last line with a loss. To make a Run is collective.
+    over the steps since the last line with a loss. The constructor is collective.
     """
 
     def __init__(self, args, rank, model, optimizer, scheduler):
@@ -192,7 +192,7 @@ class Run:
 # ------------------------------------------------------------------------------------------ Checkpoints of a Run
 
 
-N_KEPT = 3  # so many checkpoints, the newest, stay in the folder; older ones are removed
+N_KEPT = 3  # how many checkpoints, the newest, stay in the folder; older checkpoints are removed
 
 
 def checkpoints_in(folder):
@@ -207,8 +207,8 @@ class StopSignal:
     """Handles signals that tell a rank to stop, so that all ranks save and stop after the same step.
 
     A signal may come at any moment, and only to some of the ranks. So the handler only takes a note of it, and after
-    each step the ranks ask each other by `agreed_signal`. After a Ctrl-C, another Ctrl-C ends the rank at once. So does
-    a SIGTERM, which torchrun sends to its ranks when it ends.
+    each step the ranks ask each other by `agreed_signal`. After a Ctrl-C, another Ctrl-C ends the rank at once, and so
+    does a SIGTERM, which torchrun sends to its ranks when it ends.
     """
 
     def __init__(self, timeout_s):
@@ -235,10 +235,10 @@ class StopSignal:
 
 
 def end_by_late_signal(unraisable):
-    """Python calls this, as sys.unraisablehook, for an error that it can't raise anywhere.
+    """End this rank if Python has dropped a signal. It is a sys.unraisablehook, for errors that nobody can catch.
 
-    If a signal came just while `_take_note` was taking its handler away, Python drops the signal and reports an OSError
-    here. Then this rank is ended, as the signal would have ended it.
+    Python drops a signal, and reports an OSError here, if the signal comes just while `_take_note` takes its handler
+    away.
     """
     if "ignored due to race condition" in str(unraisable.exc_value):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -255,7 +255,7 @@ class Checkpoints:
         self.args = args  # the options of the command line
         self.model = model
         self.optimizer = optimizer
-        self.first_step = 0  # how many steps the loaded checkpoint has; with this number training goes on
+        self.first_step = 0  # the number of steps in the loaded checkpoint, so the number of the next step
         if args.checkpoint:
             self.folder = Path(args.checkpoint)
             # on_all_ranks calls the function on every rank, and ends all ranks if it raises one of these errors on any.
@@ -268,10 +268,7 @@ class Checkpoints:
             self.stop_signal = StopSignal(args.timeout)
 
     def _resume(self, path, scheduler):
-        """Load the checkpoint `path`. The learning rate and weight decay are not the saved ones, but the options'.
-
-        Collective.
-        """
+        """Load the checkpoint `path`, but take the learning rate and weight decay from the options. Collective."""
         extra = on_all_ranks(lambda: checkpoint.load(path, self.model, self.optimizer), CHECKPOINT_ERRORS)
         self.first_step = extra["step"]
         scheduler.last_epoch = self.first_step  # LambdaLR then goes on from this step
