@@ -1,7 +1,7 @@
 """Makes level 3 of the grader: it runs the tests of tests/stages/test_contract.py on a learner's package.
 
-Pytest runs such a test on several processes, the ranks, and passes the name of the package to test as `stage`. Here
-the Grader, which keeps ranks of its own, calls the test on them, with the learner's package as `stage`.
+Pytest runs such a test on several processes, the ranks, and passes the tested package's name as the argument `stage`.
+Here the Grader, which keeps ranks of its own, calls the test on them, with the learner's package as `stage`.
 """
 
 import importlib
@@ -27,25 +27,27 @@ def level():
     """
     checks = []
     for name, test in vars(importlib.import_module(CONTRACT)).items():
-        # A test that runs on ranks has the attribute `situations`, by its decorator on_ranks in tests/common.py.
+        # A test that runs on ranks has the attribute `situations`, which its decorator from tests/common.py has set.
         if hasattr(test, "situations") and name not in LEFT_OUT:
+            # {name: arguments} of the marks, which decorators @pytest.mark.NAME(arguments) have set.
             marks = {mark.name: mark.args for mark in getattr(test, "pytestmark", [])}
-            # The mark parametrize names a parameter of the test and its values. A test without it has 2 and 3 ranks.
+            # The mark parametrize has a parameter of the test, and its values. A test without it has 2 and 3 ranks.
             parameter, world_sizes = marks.get("parametrize", ("world_size", (2, 3)))
             if "any_size" in marks:  # the mark of a test that holds on any number of ranks
                 world_sizes = 1, 2, 3, 4
             # Where the mark names another parameter than world_size, only pytest can give its values.
             if parameter == "world_size" and "stage" in inspect.signature(test).parameters:
-                checks.append(Check(name.removeprefix("test_").replace("_", " "), holds, name=name, test=test,
-                                    world_sizes=world_sizes))
+                words = name.removeprefix("test_").replace("_", " ")
+                # The arguments after `holds` are passed to it.
+                checks.append(Check(words, holds, name=name, test=test, world_sizes=world_sizes))
     return "Level 3: The whole contract", checks
 
 
 def holds(grader, name, test, world_sizes):
     """Run the test `name` on the ranks of `grader`, once for each number of ranks in `world_sizes`.
 
-    If it fails, raise Wrong, a verdict: what was expected, what came instead, and here a command that shows more. The
-    first line of the test's docstring says what was expected.
+    If it fails, raise Wrong, a verdict: what was expected, what came instead, and, in place of a cause, a command that
+    shows more. The first line of the test's docstring says what was expected.
     """
     for world_size in world_sizes:
         try:

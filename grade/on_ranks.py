@@ -1,9 +1,9 @@
 """Runs in each rank, a process of the grader: calls a function with the learner's package, and watches the package.
 
-A rank sends Reports to the grader's process (grade/grader.py). `event` sends a Report at once, because a rank that was
-killed can't report later what it has done. The ledger is the list of collectives that a rank has begun. Its entry for a
-collective has the kind and the bytes. A Work is torch's handle of a collective that runs in the background: a program
-calls its wait() before it reads the result.
+A rank sends Reports to the grader's process (grade/grader.py). The function `event` sends a Report at once, because a
+rank that was killed can't report later what it has done. The ledger is the list of collectives that a rank has begun.
+Its entry for a collective has the kind and the bytes. A Work is torch's handle of a collective that runs in the
+background: a program calls its wait() before it reads the result.
 """
 
 import functools
@@ -28,7 +28,7 @@ from grade.runs import Candidate
 from harness.measuring.ledger import Ledger
 from harness.ranks.workers import event
 
-# A package has one of these classes: a whole optimizer, or else a core, which may lack some of METHODS.
+# A package has one of these classes. The first is a whole optimizer; the second is a core, which may lack some METHODS.
 CLASSES = "DistributedOptimizer", "ShardedOptimizer"
 # Methods that a check may call. `look` notes which of them the class lacks.
 METHODS = ("step", "zero_grad", "clip_grad_norm_", "no_sync", "state_dict", "load_state_dict", "prefetch_params",
@@ -39,7 +39,12 @@ OURS = tuple(str(Path(__file__).resolve().parents[1] / folder) for folder in ("g
 
 class Report(NamedTuple):
     """Says what a rank does or has met."""
-    # "collective": begins one. "stuck". "moves": is stuck no longer. "printed": a line. "raised": an error. "ended".
+    # "collective": the rank begins a collective
+    # "stuck": it doesn't go on
+    # "moves": it goes on, after it was stuck
+    # "printed": it has printed a line
+    # "raised": it has ended with an error
+    # "ended": it has ended without an error
     kind: str
     text: str = ""  # the collective in words, or the printed line, or the error
     place: str = ""  # "file:line" of a collective or an error, or where the rank is stuck; "" if it isn't the learner's
@@ -76,7 +81,8 @@ class ReportedLedger(Ledger):
         """
         result = super()._watch(entry, result)
         # An operator returns a Work in a box of C++ (ScriptObject), or a list of output tensors that ends with the box.
-        *outputs, boxed = result if isinstance(result, (tuple, list)) else [result]
+        results = result if isinstance(result, (tuple, list)) else [result]
+        *outputs, boxed = results
         if not isinstance(boxed, torch.ScriptObject):  # a functional collective returns a tensor that waits by itself
             return result
         entry.is_awaited = False
@@ -142,19 +148,20 @@ def silence():
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).* is deprecated")
 
 
-def watch_for_hangs(ended, still_s, busy_s):
-    """Report "stuck", with the place of the main thread, and "moves" when it goes on, until the event `ended` is set.
+def watch_for_hangs(has_ended, still_s, busy_s):
+    """Report "stuck", with the place of the main thread, and "moves" when it goes on, until `has_ended` is set.
 
-    This runs in a thread of its own. A rank is stuck if it has used no processor time for `still_s` seconds. It is also
-    stuck if it has used `busy_s` seconds of processor time since this began: then it seems to loop for ever. The clock
-    can't tell that, because every process is slow on a busy machine.
+    has_ended: a threading.Event. This function runs in a thread of its own. A rank is stuck if it has used no processor
+    time for `still_s` seconds. It is also stuck if it has used `busy_s` seconds of processor time since this function
+    was called: then it seems to loop for ever. Wall-clock time can't show a loop, because every process is slow on a
+    busy machine.
     """
     main_thread = threading.main_thread().ident
     used_s = time.process_time()  # the processor time of the rank when it was last seen to work
     last_use = time.monotonic()  # when that was
     was_stuck = False
     limit_s = used_s + busy_s
-    while not ended.wait(0.25):
+    while not has_ended.wait(0.25):
         processor_s = time.process_time()
         if processor_s - used_s > 0.05:  # more than this thread itself uses
             used_s = processor_s
@@ -168,33 +175,33 @@ def watch_for_hangs(ended, still_s, busy_s):
         was_stuck = is_stuck
 
 
-def watched(rank, package, limits, function, *args):
+def watched(worker, package, limits, function, *args):
     """Import the package, call function(candidate, *args) and return the result. Report meanwhile what the rank does.
 
-    candidate: a Candidate, the graded class and what belongs to it on this rank. rank: a Rank of harness/ranks, which
+    candidate: a Candidate, the graded class and what belongs to it on this rank. worker: a Rank of harness/ranks, which
     has the rank's number. limits: (still_s, busy_s), see watch_for_hangs.
     """
     silence()
-    ended = threading.Event()
-    threading.Thread(target=watch_for_hangs, args=(ended, *limits), daemon=True).start()
+    has_ended = threading.Event()
+    threading.Thread(target=watch_for_hangs, args=(has_ended, *limits), daemon=True).start()
     try:
         modules = [importlib.import_module(package), submodule_optimizer(package)]
         # (class, its name). A whole optimizer comes before a core, and the package before its module `optimizer`.
         classes = [(getattr(module, name), name) for name in CLASSES for module in modules if hasattr(module, name)]
         cls, name = classes[0] if classes else (None, "")
         with ReportedLedger() as ledger:
-            candidate = Candidate(cls, rank.number, ledger.entries, package=package, name=name, worker=rank)
+            candidate = Candidate(cls, worker.number, ledger.entries, package=package, name=name, worker=worker)
             result = function(candidate, *args)
         event(Report("ended"))
         return result
     except BaseException as error:  # SystemExit, too
-        first_line, *_ = [*str(error).strip().splitlines(), ""]  # "" for an error without text
+        first_line = (str(error).strip().splitlines() or [""])[0]  # "" for an error without text
         # The frame that has raised comes first.
         frames = reversed(list(traceback.walk_tb(error.__traceback__)))
         event(Report("raised", f"{type(error).__name__}: {first_line}", where(frames)))
         raise
     finally:
-        ended.set()
+        has_ended.set()
 
 
 def submodule_optimizer(package):
@@ -205,14 +212,15 @@ def submodule_optimizer(package):
     return None
 
 
-def ready(rank):
-    """Do nothing. The grader calls this to start ranks in advance: it returns when all ranks have met."""
+def ready(worker):
+    """Do nothing. The grader calls this to start ranks in advance: ranks run a function only after all have met."""
 
 
 def plays(candidate, module, name):
     """Run the test `name` of `module` on this rank, with the learner's package as its argument `stage`.
 
-    play_situations calls the test with each combination of the other arguments that its decorator gives.
+    A situation is a combination of the other arguments, whose values the test's decorator lists. play_situations calls
+    the test with every combination.
     """
     play_situations = importlib.import_module("tests.common").play_situations  # imported here, because it needs pytest
     play_situations(candidate.worker, module, name, {"stage": candidate.package})
@@ -223,12 +231,13 @@ def look(candidate):
     cls = candidate.cls
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     docstring = getattr(inspect.getmodule(cls), "__doc__", None) or ""
+    # `make exercise` (grade/exercises.py) writes this sentence into the module.
     exercise = re.search(r"The solution is (stage\w+)/", docstring)
     return SimpleNamespace(
         name=candidate.name,  # "" if the package has none of CLASSES
         missing=missing,  # the METHODS that the class lacks
         exercise_of=exercise[1] if exercise else "",  # the stage whose core the learner was to fill in, or ""
         is_optimizer=isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
-        is_whole=candidate.name == CLASSES[0],  # a whole optimizer and not a core
+        is_whole=candidate.name == CLASSES[0],  # not a core
         prefetches="prefetch_params" not in missing,
         finishes="finish_param_sync" not in missing)

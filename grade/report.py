@@ -1,13 +1,14 @@
 """Prints the verdict on a learner's package, and which command comes next.
 
 A package is graded by checks, in three levels. The verdict lists the checks one by one, and stops at the first that
-fails. A stage is one of the four optimizers of this repository (STAGES), but make's STAGE= names any package. A drill
-is a copy of a stage with a fault, which the learner has to find and mend (grade/exercises.py). For a drill the verdict
-is that it is mended, or a hint. In exercise 0 the learner writes a ring: collectives that are made of sends.
+fails. A stage is one of the four optimizers of this repository (STAGES). But what the learner types as STAGE= in a make
+command may be any package. A drill is a copy of a stage with a fault, which the learner has to find and mend
+(grade/exercises.py). "report" means the words in which a user reports that fault. For a drill the verdict is that it is
+mended, or a hint. In exercise 0 the learner writes a ring: collectives that are made of sends.
 
 A check that fails gives a Wrong, whose `lines` are (first word, rest) of each line to print: what was expected, what
 came instead, the likely cause. A Grader runs checks on several processes, the ranks. `grader.facts` describes the
-graded class. It is a whole optimizer or a core: a core has only what training needs, and no level 3.
+graded class, a whole optimizer or a core. A core has only what training needs, and isn't graded at level 3.
 """
 
 import re
@@ -18,7 +19,7 @@ from grade.grader import Wrong, shorten
 from grade.levels import CHECKS_OF_DRILLS, LEVELS, Check
 from harness import STAGES
 
-RING = "ring"  # the name of exercise 0's module, which also stands for the exercise in place of a level, 1 to 3
+RING = "ring"  # the name of exercise 0's module; also passed as `level`, which is else 1, 2 or 3
 REPORTED = "The report"  # the heading for the check that detects a drill's fault
 N_PRINTED = 4  # how many lines are shown of what the ranks have printed
 
@@ -32,7 +33,8 @@ def checks_of(level, grader, only=""):
     """Return (title, Checks) of a level, or of exercise 0 if `level` is RING. Two kinds of checks are left out:
 
     - checks whose name lacks the text `only`
-    - checks that aren't for the graded class: `fact` of a Check names what must be true of the class; "": nothing must
+    - checks that aren't for the graded class: Check.fact names the attribute of grader.facts that must be true; with ""
+      the check is for every class
     """
     # Three modules have checks: grade/levels.py for levels 1 and 2, grade/collective.py for exercise 0, and
     # grade/contract.py for level 3, which it makes from tests when it is called.
@@ -91,6 +93,7 @@ def grade_drill(number, grader, hint):
     all_checks = [*CHECKS_OF_DRILLS]  # these belong to no level: each detects a fault that no level is about
     for _, checks in levels:
         all_checks += checks
+    # The function of the check that detects the fault; a Check's function has its settings bound (functools.partial).
     detect_fault = next(check.function for check in all_checks if check.name == drill.check)
     for title, checks in [(REPORTED, [Check("the fault", detect_fault)]), *levels]:
         print(f"  {title} …", flush=True)
@@ -127,25 +130,25 @@ def hints(drill, wrong, hint):
 
 
 def what_next(grader, left_out=None):
-    """Return in a sentence or a command what a learner does next, when all checks have passed.
+    """Return what a learner does next, when all checks have passed: a sentence or a command.
 
     left_out: the first level that --levels has left out, or None.
     """
     package = grader.package
     number = exercises.number_of_drill(package)  # None if the package isn't a drill
-    stage = grader.facts.exercise_of  # "" if the package isn't an exercise
-    if number in exercises.drills() and number + 1 in exercises.drills():
+    solution = grader.facts.exercise_of  # the stage that solves the exercise; "" if the package isn't an exercise
+    if number and number + 1 in exercises.drills():
         return f"rm -rf {package} && make exercise STAGE=drill{number + 1} TO={package}"
     if number:
         return "that was the last drill; docs/incidents.md has the reports of these faults, and further ones"
-    if left_out:
+    if left_out:  # "for" means "because"
         return f"make grade STAGE={package}, for level {left_out} was left out"
     if package.endswith(f".{RING}"):
         return f"the chapter {STAGES[0]}/README.md, then its exercise"
-    if stage == STAGES[0]:
+    if solution == STAGES[0]:
         return f"three other designs, docs/exercise.md#three-right-ways-to-do-it, then {STAGES[1]}/README.md"
-    if stage in STAGES[:-1]:
-        return f"the chapter {STAGES[STAGES.index(stage) + 1]}/README.md, then its exercise"
+    if solution in STAGES[:-1]:
+        return f"the chapter {STAGES[STAGES.index(solution) + 1]}/README.md, then its exercise"
     return "find a fault in a stage: make exercise STAGE=drill1 TO=drill"
 
 
@@ -162,14 +165,13 @@ def grade(grader, args):
         print(f"grade: error: {grader.package} can't be imported and looked at: {came}", file=sys.stderr)
         return False
     number = exercises.number_of_drill(grader.package)
-    last_level = 3 if facts.is_whole else 2  # a core has no level 3
+    last_level = 3 if facts.is_whole else 2  # a core isn't graded at level 3
     is_ring = grader.package.endswith(f".{RING}")
     levels = [RING] if is_ring else range(1, min(args.levels, last_level) + 1)
-    # Whether no check has `only` in its name. Drills ignore `only`. checks_of returns (title, Checks).
-    is_unknown = not number and args.only and not any(checks_of(level, grader, args.only)[1] for level in levels)
-    if number:
+    if number:  # a drill, which ignores `only`
         is_right = grade_drill(number, grader, args.hint)
-    elif is_unknown:
+    # No check has `only` in its name. checks_of returns (title, Checks).
+    elif args.only and not any(checks_of(level, grader, args.only)[1] for level in levels):
         print(f"grade: error: --only {args.only}: no check of levels {levels[0]} to {levels[-1]} has that in its name",
               file=sys.stderr)
         return False

@@ -1,12 +1,17 @@
-"""Makes tables and pictures of rows measured on two hosts: how near to the best that a link allows each row comes.
+"""Makes tables and pictures of rows measured on two hosts: compares their times with the least that a link allows.
 
 two_hosts.py measures the rows and calls this file.
 
-    row        a way to train; the catalogue, harness/training/rows.py, lists all rows. OVERLAP is stage 4's row
+    row        a way to train; the catalogue, harness/training/rows.py, lists all rows. OVERLAP is stage 4's row. A
+               variable `row` is a Row
     bucket     the unit in which DDP and stage 4 (stage4_overlap/) send gradients
-    RowId      a row's name, `base`, and maybe a size of bucket
+    RowId      a row's name, `base`, and maybe a size of bucket, `bucket_mb`. In words: `size` is the size alone, `name`
+               both in one line, `label` both in two lines
+    round      the time of a few steps of every row, in turn; `rounds_ms` has a Row's ms a step in each round
+    drain      the wait, after a row's last step, for what is still in flight; `drain_ms` has it for each round
+    examine    to count, before the rounds, what a row sends and holds in a step; not possible if a rank fails
     Row        the measurements of one row. `over` divides its times by another Row's, round by round, and returns the
-               median of the quotients
+               median of the quotients. `figure` returns a count by name, or None if the row couldn't be examined
     Rows       all Rows of a measurement, here `measured` or `sweep`: `find` returns the Row of a name, `timed` returns
                it only if it has times; else they return None
     floor      the least time that a step can take: computing alone, or sending the row's bytes if that takes longer
@@ -15,8 +20,10 @@ two_hosts.py measures the rows and calls this file.
     sweep      a short measurement of DDP and of stage 4 with buckets of several sizes, to find DDP's best size
     tuned      DDP with the better of the default size and the size that a sweep has found
     exposed    time in which messages are in flight and the rank doesn't compute
-    column     describes a column of a table: a title, a function of a row (or the name of a row's attribute), where the
-               numbers come from, and their format
+    sheet_of   makes a table: a title, an object for each line, the columns by key, and notes
+    column     describes a column: a title, a function of a line's object (or the name of its attribute), where the
+               numbers come from, and their format. shows="both": the median, and the range over the rounds
+    Report     what two_hosts.py saves: tables, and under `drawn` the raw numbers of pictures
 """
 
 from typing import NamedTuple
@@ -65,8 +72,8 @@ class Link(NamedTuple):
 def tuned_ddp(measured, sweep):
     """Return the faster of DDP's two Rows: with buckets of the default size, or of the size that a sweep has chosen.
 
-    A sweep is short, so its size may turn out to be slower. `sweep`: the Rows of a sweep, or None. Returns None without
-    a sweep, or if DDP has no times.
+    A sweep is short, so its size may turn out to be slower. `sweep`: the Rows of a sweep, or None. Returns None if DDP
+    has no times, or if there is neither a sweep nor, among the measured rows, a size that a sweep has chosen.
     """
     ddp_rows = [row for row in measured.rows if row.row_id.base == REFERENCE and row.rounds_ms]
     has_swept_size = any(row.row_id.bucket_mb is not None for row in ddp_rows)
@@ -84,6 +91,7 @@ def over_floor(measured, link, row):
     compute_only = measured.timed(COMPUTE_ONLY + ENDINGS[row.configuration.dtype])
     if not compute_only or link_ms is None:
         return None
+    # The median of the quotients, as `over` returns.
     return ratio(row.rounds_ms, [max(link_ms, ms) for ms in compute_only.rounds_ms])
 
 
@@ -95,6 +103,7 @@ def stage4_over(measured, row):
 
 def link_sheet(measured, link):
     """Make the table of a link: each row's time, the time divided by the floor, stage 4's time divided by the time."""
+    # METHODS is a sentence: which page explains rows and columns.
     return sheet_of(
         f"A link of {link.words}, {rounds_in_words(measured.settings)}", measured.rows, {
             "name": name_column(lambda row: row.row_id.label),
@@ -136,7 +145,7 @@ CURVES = {"stage 2, all-gather": ALL_GATHER, REPLICATED: REPLICATED, "stage 3, g
 
 
 def has_curve(measured):
-    """Return whether the rows were timed without which there is no curve."""
+    """Return whether all rows that a curve needs were timed."""
     return all(measured.timed(name) for name in (COMPUTE_ONLY, ALL_GATHER, OVERLAP))
 
 
@@ -165,7 +174,7 @@ def curve_sheet(measured, link, tuned):
     stage4_over_floor = over_floor(measured, link, stage4) if stage4 else None
     drain_ms = stage4.drain_ms if stage4 else None
     settings = measured.settings
-    # Name of the line -> text of its cell.
+    # Name of the line -> text of its cell. The table's objects are these names, and texts.get returns a name's cell.
     texts = {title: cell_text(times, ".2f") for title, times in over_computing(measured, link, tuned).items()}
     texts |= {
         "stage 4 over tuned DDP": cell_text(over_tuned, ".2f"),
@@ -184,7 +193,10 @@ def curve_sheet(measured, link, tuned):
 def buckets_sheet(sweep, link):
     """Make the table of a sweep: DDP's and stage 4's times by size of bucket, and stage 4's messages and memory."""
     def cell_of(base, get):
-        """Return a function of a size: get(Row of the name `base` with buckets of that size), or None without a Row."""
+        """Return a function that gets a size, and returns what `get` returns for the Row of that name and size.
+
+        It returns None if there is no such Row.
+        """
         def cell(size):
             row = sweep.find(base, size)
             return get(row) if row else None
@@ -199,9 +211,11 @@ def buckets_sheet(sweep, link):
     tried = [size for size in (*SIZES, None) if size in sizes_of_rows]
     return sheet_of(
         f"Bucket size, ms a step, {link.words}, {rounds_in_words(sweep.settings)}", tried, {
+            # The size in words. It doesn't depend on the row's name, so that is "" here.
             "size": name_column(lambda size: RowId("", size).size),
             "ddp": column("ddp\n", cell_of(REFERENCE, lambda row: row.rounds_ms), "measured", ".0f"),
             "stage4": column("stage 4\n", cell_of(OVERLAP, lambda row: row.rounds_ms), "measured", ".0f"),
+            # "its": stage 4's.
             "messages": column("its messages\nof gradients", cell_of(OVERLAP, n_messages), "counted"),
             "bytes": column("its bytes a\nparameter", cell_of(OVERLAP, lambda row: row.figure("bytes_per_param")),
                             "counted", ".2f")},
@@ -223,7 +237,7 @@ def swept_times(sweep, base):
 
 
 def to_draw(measured, link, sweep, tuned):
-    """Return the raw numbers of this link's pictures, which a Report keeps under `drawn` and pictures.py draws.
+    """Return the raw numbers of this link's pictures, which pictures.py draws.
 
     The pictures show recorded steps of the ladder's rows, this link's points of the curve, and the sweep. What wasn't
     measured is left out.
@@ -237,6 +251,7 @@ def to_draw(measured, link, sweep, tuned):
                                          "its row's median")
     if has_curve(measured):
         drawn["curve"] = over_computing(measured, link, tuned)
+    # A sweep for a curve is of DDP alone, with fewer sizes. It isn't drawn.
     if sweep and sweep.find(OVERLAP, ONE_PARAMETER):
         drawn["sweep"] = {base: swept_times(sweep, base) for base in (OVERLAP, REFERENCE)}
         drawn["sizes"] = ["1 par." if size == ONE_PARAMETER else f"{size:g}" for size in SIZES]

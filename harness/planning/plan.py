@@ -4,8 +4,8 @@
 #   RowId    the name of a row, and maybe the size of a bucket
 #   bucket   the unit in which DDP, stage 4 and the hybrid, a variant of stage 4, send gradients
 #   stage    an optimizer of this project, in a folder stage*/
-#   device   a GPU, with a rank; a rank is a process that trains
-#   Report   what is saved and shown: tables, and figures for a page
+#   device   a GPU, with a rank; a rank is a process that trains. "A rank of 1024" is any one of 1024 ranks
+#   Report   what is saved and shown: tables, and `figures`, numbers for the sentences of a page
 #   dry run  alone.py trains a row as one rank of many, on tensors without memory: it counts the bytes that the rank
 #            holds, and lists what the rank does
 #   replay   replay.py models how long the listed events take on given machines
@@ -53,16 +53,17 @@ from harness.publishing.tables import Report, column, made_here, name_column, sa
 from harness.training import rows as catalogue
 from harness.training.rows import RowId
 
-# Value of --dtype -> names of the rows that are planned.
+# Value of --dtype -> names of the rows that are planned. LADDER: DDP and the four stages. "owner reduce": each gradient
+# is sent only to the rank that updates its parameter. PLANNED: all rows with 16-bit parameters.
 ROWS = {"fp32": [*catalogue.LADDER, "owner reduce"], "bf16": [row.name for row in catalogue.PLANNED]}
 # Names of the rows with buckets, whose size may be chosen.
 BUCKETED = {catalogue.OVERLAP, catalogue.STAGE_4_BF16, catalogue.HYBRID_BF16, catalogue.REFERENCE, "ddp bf16"}
 MICRO_BATCHES = 8  # in a step that adds up the gradients of several micro-batches
-EFFICIENCY = 0.4  # the assumed part of the FLOP/s that a device's maker states which computing reaches
+EFFICIENCY = 0.4  # assumed: computing reaches 40% of the FLOP/s that the device's maker states
 
 
 class PlanRow(NamedTuple):
-    """A way to train, with its counted and modelled figures."""
+    """A way to train, with its counted and modelled numbers."""
     name: str
     counted: alone.Recorded  # what a dry run has counted
     step: ModelledStep  # a step of one micro-batch
@@ -76,6 +77,7 @@ def hardware_of(args):
     flops = hardware.flops * EFFICIENCY
     if args.dtype == "fp32":  # matrix products are then assumed to be in TF32, at half the rate of 16 bits
         flops /= 2
+    # sharing: how many devices share a layer. Their data-parallel groups compete for the links of a node.
     return hardware._replace(flops=flops, sharing=args.tensor_parallel)
 
 
@@ -95,7 +97,7 @@ def make_report(args, config, workers):
 
     `workers`: a pool of processes, in which the dry runs run. `config`: the sizes of the model.
     """
-    # What a micro-batch costs: bytes of activations, and FLOPs.
+    # What a micro-batch costs: bytes of activations, and FLOPs. Counted in the pool, where garbage collection is off.
     cost = workers.submit(alone.cost_of, config, DTYPES[args.dtype], args.batch_size, args.sequence_length).result()
     hardware = hardware_of(args)
     bucket_mb = args.bucket_cap_mb or default_bucket_mb(args.world, args.dtype)
@@ -108,10 +110,11 @@ def make_report(args, config, workers):
         each = replay(counted.events, hardware, MICRO_BATCHES, exchange_each=True)
         rows.append(PlanRow(row_id.base, counted, step, once, each))
     buckets = f"buckets of {bucket_mb:g} MiB"
-    # In how many rows the peak fits into a device's memory, which a page says in a sentence.
+    # In how many rows the peak fits into a device's memory. A sentence of docs/plan.md says it.
     n_fitting = sum(row.counted.peak <= DEVICE_BYTES for row in rows)
     sheets = {"memory": memory_sheet(args, rows, buckets, cost.activations),
               "time": time_sheet(args, rows, buckets, hardware)}
+    # made_here: this machine, the release of torch, the commit and the date.
     return Report(made_here(), sheets, figures={"fitting": f"{n_fitting}"})
 
 
@@ -126,7 +129,7 @@ def held_column(kind):
 
 
 def padding(row):
-    """Return how many bytes more a rank holds than the row's formula says."""
+    """Return how many bytes a rank holds beyond `theory`, which the row's formula in the catalogue gives."""
     return sum(row.counted.held.values()) - row.counted.theory
 
 
@@ -135,11 +138,11 @@ def memory_sheet(args, rows, buckets, activations):
 
     `buckets`: the size of buckets in words. `activations`: bytes that the activations of a micro-batch take.
     """
-    first = rows[0].counted  # of any row: the model, and the kinds of memory, are the same in all
+    any_row = rows[0].counted  # all rows have the same model and the same kinds of memory
     return sheet_of(
-        f"GB on a rank of {args.world}: {args.model}, {first.numel:,} parameters a rank, {buckets}", rows, {
+        f"GB on a rank of {args.world}: {args.model}, {any_row.numel:,} parameters a rank, {buckets}", rows, {
             "name": name_column(),
-            **{kind: held_column(kind) for kind in first.held},
+            **{kind: held_column(kind) for kind in any_row.held},
             "padding": column("padding", padding, "counted", ".2f", unit=1e9),
             "activations": column("activ.", lambda row: activations, "counted", ".2f", unit=1e9),
             "peak": column("peak", lambda row: row.counted.peak, "counted", ".2f", unit=1e9)},
@@ -151,7 +154,10 @@ def memory_sheet(args, rows, buckets, activations):
 
 
 def time_sheet(args, rows, buckets, hardware):
-    """Make the table of the time of a step. `buckets`: the size of buckets in words."""
+    """Make the table of the time of a step. `buckets`: the size of buckets in words.
+
+    Its note says "Nobody is late": no rank waits for a slower rank. "One each": one exchange each micro-batch.
+    """
     n_devices = args.world * args.tensor_parallel
     tokens = args.batch_size * args.sequence_length / args.tensor_parallel  # in a step, for each device
     return sheet_of(
@@ -160,8 +166,8 @@ def time_sheet(args, rows, buckets, hardware):
             "ms": column("ms\na step", lambda row: row.step.seconds, "modelled", ",.0f", unit=1e-3),
             "exposed": column("exposed\nms", lambda row: row.step.exposed_seconds, "modelled", ",.0f", unit=1e-3),
             "tokens": column("tokens/s\na device", lambda row: tokens / row.step.seconds, "modelled", ",.0f"),
-            # The next two columns share a heading, "1 of 8: once, each": ms of one of eight micro-batches, if gradients
-            # are exchanged once in a step, and if they are exchanged after each micro-batch.
+            # The next two columns share the heading "1 of 8". Both are the ms of one of eight micro-batches: "once" if
+            # gradients are exchanged once a step, "each" if they are exchanged after each micro-batch.
             "once": column(f"1 of {MICRO_BATCHES}:\nonce", lambda row: row.once.seconds / MICRO_BATCHES, "modelled",
                            ",.0f", unit=1e-3),
             "each": column("\neach", lambda row: row.each.seconds / MICRO_BATCHES, "modelled", ",.0f", unit=1e-3),

@@ -1,7 +1,7 @@
 """Does what every program needs: end on Ctrl-C with one word, refuse wrong options in one line, and write a file.
 
-Many functions get an argument `fail`: a function `fail(message)` that prints a line and ends the program, so it never
-returns. It is `error` of a program's Parser, for example.
+Some functions get an argument `refuse`: a function `refuse(message)` that prints a line and ends the program, so it
+never returns. It is `error` of a program's Parser, for example, or `fail` below with the program's name bound.
 """
 
 import argparse
@@ -19,14 +19,14 @@ def begin():
     """
     sys.excepthook = say_interrupted
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has ASCII only then shows ? in place of é
+        sys.stdout.reconfigure(errors="replace")  # so a terminal with only ASCII shows ? for é
 
 
 def say_interrupted(kind, error, trace):
-    """Print an error that nothing has caught. It is a sys.excepthook: the arguments are class, error and traceback.
+    """After Ctrl-C print "interrupted", on rank 0 only, and end the process with exit code 130, as shells do.
 
-    After Ctrl-C print "interrupted", on rank 0 only, and end the process with exit code 130, as shells do. For any
-    other error print the traceback, as Python does.
+    This is a sys.excepthook: Python calls it with an error that nothing has caught, its class and its traceback. For
+    any error but Ctrl-C's it prints the traceback, as Python does.
     """
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
@@ -74,19 +74,19 @@ def add_sizes(add, batch_size):
 
 
 def fail(program, message):
-    """Print in one line what is wrong with the options that the user of `program` wrote. Ends it with exit code 2."""
+    """Print in one line what is wrong with the options of `program`, and end it with exit code 2."""
     print(f"{program}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def check_length(length, model, models, fail):
-    """Call `fail` if the model of the name `model` takes no sequences of that length. `models`: {name: its sizes}."""
+def check_length(length, model, models, refuse):
+    """Call `refuse` if the model named `model` can't take so long a sequence. `models`: {name: sizes of the model}."""
     if length > models[model].block_size:
-        fail(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
+        refuse(f"--sequence-length {length}: {model} takes at most {models[model].block_size}")
 
 
-def check_writable(option, path, fail):
-    """Make the folder of `path`, and call `fail` if the file `path`, which `option` names, can't be written.
+def check_writable(option, path, refuse):
+    """Make the folder of `path`, and call `refuse` if the file `path`, which `option` names, can't be written.
 
     A program calls this before it measures for an hour, so that it doesn't fail afterwards.
     """
@@ -97,12 +97,12 @@ def check_writable(option, path, fail):
         if is_new:
             path.unlink()
     except OSError as error:
-        fail(f"{option} {path}: {error.strerror}")
+        refuse(f"{option} {path}: {error.strerror}")
 
 
-def write(option, path, text, fail):
-    """Write `text` to the file `path`, which `option` names. If that isn't possible, call `fail`."""
+def write(option, path, text, refuse):
+    """Write `text` to the file `path`, which `option` names. If that isn't possible, call `refuse`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(f"{option} {path}: not written: {error.strerror}")
+        refuse(f"{option} {path}: not written: {error.strerror}")
