@@ -30,13 +30,13 @@ class OneProcess:
     them. The attribute d, which in_one_process sets, is how many ranks the process stands for.
     """
 
-    def hyperparameters(self, now, start, last):
+    def hyperparameters(self, current, start, last):
         """Return {name: value}, with which a group is stepped. Other hyperparameters stay as they are in the group.
 
-        now: the group as it is in param_groups. start: as it was in the constructor. last: as it was in the step
-        before. now["stepped_lr"] equals the lr, and stays when a scheduler then writes another lr.
+        current: the group as it is in param_groups. start: as it was in the constructor. last: as it was in the step
+        before. current["stepped_lr"] equals the lr, and stays when a scheduler then writes another lr.
         """
-        return now
+        return current
 
     def before_step(self):
         """Do nothing. A mistake may change gradients or state here, when all gradients of a step have been computed."""
@@ -76,14 +76,14 @@ class OneProcess:
 
     def step(self):
         """Step each group with what `hyperparameters` returns, and then put the group's own back."""
-        current = [{**group, "stepped_lr": group["lr"]} for group in self.param_groups]
-        for group, now, start, last in zip(self.param_groups, current, self.start, self.last):
-            group.update(self.hyperparameters(now, start, last))
+        current_groups = [{**group, "stepped_lr": group["lr"]} for group in self.param_groups]
+        for group, current, start, last in zip(self.param_groups, current_groups, self.start, self.last):
+            group.update(self.hyperparameters(current, start, last))
         self.before_step()
         super().step()
-        for group, now in zip(self.param_groups, current):
-            group.update(now)  # so a scheduler reads the right values
-        self.last = current
+        for group, current in zip(self.param_groups, current_groups):
+            group.update(current)  # so a scheduler reads the right values
+        self.last = current_groups
 
     def zero_grad(self, set_to_none=True):
         for param in self.params():
@@ -191,18 +191,18 @@ def lr_of_the_last_step(self, saved):
 MISTAKES = {
     "schedule": {
         "the lr of a scheduler doesn't arrive: before each step copy it from param_groups to the inner optimizer's":
-            {"hyperparameters": lambda self, now, start, last: start},
+            {"hyperparameters": lambda self, current, start, last: start},
         "the scheduler's lr arrives, its betas don't: hand on all that param_groups holds, and not lr alone":
-            {"hyperparameters": lambda self, now, start, last: {**start, "lr": now["lr"]}},
+            {"hyperparameters": lambda self, current, start, last: {**start, "lr": current["lr"]}},
         "what a scheduler writes arrives one step late: hand it to the inner optimizer before that steps":
-            {"hyperparameters": lambda self, now, start, last: last}},
+            {"hyperparameters": lambda self, current, start, last: last}},
     "optimizer": {
         "weight decay is applied twice: AdamW does it in its step":
-            {"hyperparameters": lambda self, now, start, last: {"weight_decay": 2 * now["weight_decay"]}},
+            {"hyperparameters": lambda self, current, start, last: {"weight_decay": 2 * current["weight_decay"]}},
         "eps is twice the constructor's in the inner optimizer: hand it on as it is":
-            {"hyperparameters": lambda self, now, start, last: {"eps": 2 * now["eps"]}},
+            {"hyperparameters": lambda self, current, start, last: {"eps": 2 * current["eps"]}},
         "eps of the constructor doesn't reach the inner optimizer":
-            {"hyperparameters": lambda self, now, start, last: {"eps": 1e-8}},
+            {"hyperparameters": lambda self, current, start, last: {"eps": 1e-8}},
         "the optimizer's state is new in each step: make the inner optimizer once, in the constructor":
             {"before_step": lambda self: self.state.clear()},
         "AdamW's moments are kept in 16 bits": {"before_step": moments_in_16_bits},
@@ -210,9 +210,9 @@ MISTAKES = {
     "groups": {
         NO_GROUPS: {"settings": {"groups": False}},
         "the first group's lr is taken for all: copy each group's own":
-            {"hyperparameters": lambda self, now, start, last: {"lr": self.param_groups[0]["lr"]}},
+            {"hyperparameters": lambda self, current, start, last: {"lr": self.param_groups[0]["lr"]}},
         "the weight decay of a group is lost: hand on everything that a group holds, and not lr alone":
-            {"hyperparameters": lambda self, now, start, last: {"weight_decay": self.defaults["weight_decay"]}}},
+            {"hyperparameters": lambda self, current, start, last: {"weight_decay": self.defaults["weight_decay"]}}},
     "micro_batches": {
         "only the last micro-batch counts: the gradients of those before were dropped":
             {"weight": lambda d, n, step, micro: float(micro == n - 1)},
