@@ -1,12 +1,16 @@
-"""Grades a sharded optimizer of your own, in three levels; the first check that fails ends it, with the likely cause.
+"""Grades a sharded optimizer of your own, in three levels.
+
+Grading stops at the first check that fails, and prints its likely cause.
 
     make grade STAGE=my_package      a package or a module in the current folder; STAGE=3: a stage of this repository
 
-Level 1, it trains: one step computed by hand, the same result as one process, 1/d of the state, the bytes sent.
-Level 2, it is an optimizer: groups, schedulers, accumulation, clipping, saving. Level 3, the whole contract:
-tests/stages/test_contract.py. STAGE=mine.ring grades exercise 0. A drill, which `make exercise STAGE=drill1` makes, is
-graded too: it is mended, or you get a hint. docs/exercise.md has the interface that each level asks for, and exercises.
-Exit code: 0; 1 when a check fails, or none could be made; 2 when there is nothing to grade.
+Level 1: it trains as one process does, each of d ranks keeps 1/d of the optimizer's state, and sends few bytes.
+Level 2: it works as an optimizer of torch, with groups, schedulers, accumulation, clipping and saving.
+Level 3: it passes tests/stages/test_contract.py, which each stage of this repository passes.
+docs/exercise.md has the interface that each level asks for, and exercises. STAGE=mine.ring grades exercise 0, a ring
+all-reduce. A drill is a stage with a planted fault, made by `make exercise STAGE=drill1`. You mend the fault; the
+verdict is that the drill is mended, or a hint.
+Exit code: 0; 1 when a check fails, or no check could run; 2 when there is nothing to grade.
 """
 
 import contextlib
@@ -90,7 +94,7 @@ def main():
     add("--only", default="", metavar="TEXT", help="checks with TEXT in their name, of levels 1 and 2")
     add("--levels", type=int, choices=[1, 2, 3], default=3, help="up to this one (default 3)")
     add("--watch", action="store_true", help="grade again at each save")
-    # 1 prints a user's report of the drill's fault, 2 also the check that fails, 3 also the state to look at.
+    # 1 prints a user's report of the drill's fault, 2 also the check that fails, 3 also which values to compare.
     add("--hint", type=int, choices=[1, 2, 3], default=1,
         help="of a drill: the report, the check, the state (default 1)")
     add("--answer", action="store_true", help="of a drill: what it was, and where")
@@ -103,16 +107,18 @@ def main():
         print(exercises.answer(number))
         return 0
     print(f"Grading {package}: torch is loaded first, which takes seconds", flush=True)
-    # The fork server is a process that loads torch and forks the ranks. It does so while this process loads torch.
+    # The fork server is a process that loads torch and forks the ranks. It loads these modules while this process
+    # loads torch.
     start_forkserver(("torch._dynamo", "grade.on_ranks"))
     if args.watch:
         return watch(package, args)
     from grade import report  # these load torch, which takes seconds
     from grade.grader import Grader
 
-    grader = Grader(package)
+    grader = Grader(package)  # report.grade starts it
     try:
-        # report.grade returns None where level 1 has passed, and the class doesn't claim level 2: that is no failure.
+        # report.grade returns None where level 1 has passed, and the class is no torch.optim.Optimizer. Then it was
+        # written for level 1 alone: that is no failure.
         return 1 if report.grade(grader, args) is False else 0
     finally:
         grader.close()

@@ -6,9 +6,10 @@ as torch's AdamW.
     main parameter    the tensor that the inner optimizer steps: a parameter, or a flat piece of it, in fp32 if the
                       parameter has 16 bits. A rank has a state for its main parameters only
     entry             a value in the state of a parameter, which is a dict, under a name such as "exp_avg"
-    cut               said of an entry of which each rank has only the elements for its own part
+    cut               of a cut entry, each rank has only the elements for its own part of the parameter
     FlatShard         a cut entry in the state_dict: a tensor that looks like the whole, and has this rank's elements
-    Schema            a description of the entries; schema.py learns it from a step of the optimizer's class on trial
+    Schema            a description of the entries; schema.py learns it from a *step on trial*, by which another
+                      optimizer of the class updates a parameter that is made for this purpose
 
 Situation: torch's get_state_dict() and set_state_dict(), accelerate and Lightning save an optimizer by its state_dict.
 All ranks must have entries of the same names, also for parameters that they don't update. A Schema tells a rank the
@@ -43,15 +44,16 @@ class Part(NamedTuple):
     stop: int
     offsets: tuple  # where the local part begins in the whole parameter
     sizes: tuple  # shape of the local part. A plain tensor is its own local part
-    is_replica: bool  # whether another rank has the same local part, and writes it into a checkpoint
+    is_replica: bool  # whether another rank, with the same local part, writes it into a checkpoint for both
     options: dict  # hyperparameters of the parameter's group
-    schema: Schema | None  # describes the parameter's state. None: the class can't step one parameter alone
+    schema: Schema | None  # entries: {name: Spec of a tensor, or a number}. None: the class can't step one parameter
     dtype: torch.dtype  # dtype of the main parameter
     gather: Any  # collective function: value of this rank -> values of all ranks with parts, for FlatShard.full_tensor
 
     @property
     def has_one_owner(self):
         """Return whether one rank updates the whole parameter, or the whole local part, as in stages 1 and 2."""
+        # schema.shape: the shape of the parameter that was stepped on trial, flat if ranks step flat pieces.
         stepped_shape = self.schema.shape if self.schema else self.main.shape
         return stepped_shape == self.sizes  # a flat piece of a parameter is stepped in another shape
 
@@ -84,13 +86,16 @@ def parts_of(optimizer) -> list[Part]:
     for (name, param), options in zip(named_params(optimizer.param_groups), options_of_each):
         main, start, stop = piece_of.get(id(param), (None, 0, 0))
         offsets, sizes = box_of(param)
-        # The ranks of each of these groups have different parts of a DTensor. In any other group they have copies.
+        # A DTensor may be spread over groups other than the optimizer's own: either the ranks of a group have different
+        # parts of it, or they have copies, of which the first rank's is saved.
         groups_with_parts = mesh_groups_of(param)
         groups_with_copies = [group for group in mesh_groups if group not in groups_with_parts]
-        is_replica = any(dist.get_rank(group) > 0 for group in groups_with_copies)  # each group's first rank writes
+        is_replica = any(dist.get_rank(group) > 0 for group in groups_with_copies)
+        # Shape and dtype of the parameter in the step on trial.
         shape, dtype = optimizer._stepped_as(param)
         schema = schema_of(optimizer.make_optimizer, options, shape, dtype, param.device)
         gather = gather_over([optimizer.process_group, *groups_with_parts])
+        # In the order of Part's fields.
         parts.append(Part(f"parameter {name}", param, main, start, stop, offsets, sizes, is_replica, options, schema,
                           dtype, gather))
     return parts
@@ -147,11 +152,13 @@ def state_dict_of(optimizer, with_fresh=True):
         step. torch needs them, because torch.distributed.checkpoint loads only entries that are there.
     """
     # Begin with the states that an optimizer class keeps under keys that are no parameters. torch saves them, too.
+    # optimizer.optimizer is the inner optimizer.
     state = {key: value for key, value in optimizer.optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for index, part in enumerate(parts_of(optimizer)):
         entries = entries_of(optimizer, part, with_fresh)
         if entries is not None:
             state[index] = entries
+    # as_python: NumPy's numbers as Python's. with_indices: each parameter's index in its place, as in torch's form.
     groups = [{key: as_python(value) for key, value in group.items()} for group in optimizer.param_groups]
     return {"state": state, "param_groups": with_indices(groups), "n_steps": optimizer._n_steps}
 
@@ -179,6 +186,7 @@ def entries_of(optimizer, part, with_fresh):
         state = fresh_state(optimizer.make_optimizer, part.options, part.main)
     entries = {name: saved_value(part, name, value) for name, value in state.items()}
     if part.dtype != part.param.dtype:  # the main parameter is an fp32 copy, so it is an entry, too
+        # _main_to_save detaches it from autograd. In variants/remainder16.py it returns a copy.
         entries[MAIN_PARAM] = part.shard(optimizer._main_to_save(part.main))
     return entries
 
@@ -202,10 +210,10 @@ def empty_entries(part):
 
 
 def saved_value(part, name, value):
-    """Return what the state_dict has for `value`, the entry `name` of the state of this rank's part.
+    """Convert `value`, the entry `name` of a state on this rank, to what is saved.
 
-    Raises ValueError: `value` isn't cut, and ranks with other parts of the parameter may have other values, of which
-    the state of the whole parameter can have only one.
+    Raises ValueError if `value` is neither cut nor scalar, and several ranks have parts of the parameter. Their values
+    may differ, and a state_dict has room for one value.
     """
     if isinstance(value, torch.Tensor):
         if part.is_cut(name, value):
@@ -248,6 +256,7 @@ def load_state_dicts(optimizers, state_dicts, process_group):
             prepared_loads.append(prepared_on_all_ranks(optimizer, state_dict, device))
         except Exception as error:  # not raised yet, because ranks without this optimizer wait in agree() below
             first_error = first_error or error
+    # agree() raises on every rank if a rank has an error, or if the settings, {name: number}, differ between ranks.
     if len(optimizers) > 1:  # tell all ranks; with one optimizer, its ranks have agreed already
         agree(first_error, {}, process_group, device)
     elif first_error:
@@ -266,6 +275,7 @@ def prepared_on_all_ranks(optimizer, state_dict, device) -> PreparedLoad:
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(optimizer, dict(state_dict)) or state_dict  # a hook may return a state_dict, or None
         prepared = prepared_load(optimizer, state_dict)
+        # The hyperparameters of all groups, {"lr of group 0": number, …}, and the number of steps.
         settings = {**settings_of(prepared.options), "n_steps": float(prepared.n_steps)}
     except Exception as failure:
         error = failure
@@ -328,12 +338,13 @@ def loaded_value(part, name, value):
     If `value` is a tensor for the whole parameter, this rank's part is cut out of it.
     """
     if isinstance(value, FlatShard):
-        if value.was_broadcast:
+        if value.was_broadcast:  # torch gathers the parts of DTensors only, and broadcasts rank 0's FlatShard
             raise ValueError(f"{name} of {part.label} is one rank's part, since torch's full_state_dict=True gathers "
                              "DTensors alone: call checkpoint.full_state_dict(optimizer)")
         if value.place == (tuple(part.param.shape), part.offsets, part.sizes, part.start, part.stop):
             return value.local.view(part.main.shape)
-        # A FlatShard may also have all elements of its whole, for example if the entry isn't cut.
+        # A FlatShard may also have all elements of its whole, for example if the entry isn't cut. The whole has
+        # value.numel() elements; if it is empty, it doesn't count as complete.
         is_complete = value.local.numel() == value.numel() > 0
         if not is_complete:
             raise ValueError(f"{name} of {part.label} has elements {value.start} to {value.stop}, this rank needs "
@@ -394,6 +405,7 @@ def inner_with(inner, state_of, of_no_parameter, options):
     inner_copy.load_state_dict({"state": {**states, **of_no_parameter}, "param_groups": with_indices(groups)})
     for main, state in state_of.items():
         for name, value in state.items():
+            # torch's load_state_dict() leaves numbers as they are, and "step", and float tensors stay floats.
             is_float_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
             stays_as_loaded = is_float_tensor or isinstance(value, numbers.Number) or name == "step"
             if not stays_as_loaded:

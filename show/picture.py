@@ -30,7 +30,8 @@ KINDS = {  # kind of cell -> its words in the legend
     "share": "gradient ÷ 4",  # the gradient, divided by the number of ranks, which is 4 in all pictures
     "average": "average",  # of the gradients of all ranks
     "old": "old",  # a parameter before it is updated
-    "stale": "awaited",  # a parameter that is still old in the next forward pass, because the new value is on its way
+    # A stale parameter is still old in the next forward pass, because the new value is on its way.
+    "stale": "awaited",
     "new": "new",  # a parameter after it was updated
     "moment": "moment",  # of AdamW
     "garbage": "garbage",  # a value that nobody reads any more
@@ -38,7 +39,8 @@ KINDS = {  # kind of cell -> its words in the legend
 SENT_DIRECTLY = "Drawn as direct sends, one by one. NCCL's ring sends as many bytes."
 EIGHTHS = "⅛¼⅜½⅝¾⅞"  # an average over 2, 4 or 8 ranks has these fractions
 NUMBER_LENGTH = 4  # a number in a cell has this many characters at most
-# Styles of a shape at a moment of the animation, in CSS.
+# Styles of a shape at a moment of the animation, in CSS. From LEAVES a shape glides to the next style; from any other
+# style it jumps.
 HIDDEN = "opacity:0"
 SEEN = "opacity:1"
 LEAVES = f"{SEEN};transform:none;animation-timing-function:ease-in-out"
@@ -112,8 +114,9 @@ class Picture:
         self.height = y + 36
 
     def keyframes(self, name, steps):
-        """Return the CSS of an animation that jumps from style to style. steps: {second: style from then on}."""
-        # Doubled braces in an f-string are the braces of CSS.
+        """Return the CSS of an animation from style to style. steps: {second: style from then on}."""
+        # A frame is, for example, 25%{opacity:1}. Doubled braces in an f-string are the braces of CSS. step-end: jump,
+        # except from LEAVES, which has another timing function.
         frames = "".join(f"{100 * second / self.seconds:.4g}%{{{style}}}" for second, style in steps.items())
         return f"@keyframes {name}{{{frames}}}.{name}{{animation:{name} {self.seconds:g}s step-end infinite}}"
 
@@ -130,14 +133,15 @@ class Picture:
             for start, stop in spans:
                 steps |= {start: SEEN, stop: HIDDEN}
             animations[f"s{number}"] = steps
-            is_still = any(start <= self.still < stop for start, stop in spans)
-            body.append(f'<g class="s{number}" opacity="{is_still:d}">{svg_of(shapes)}</g>')
+            is_seen_in_still = any(start <= self.still < stop for start, stop in spans)
+            # :d writes True as 1 and False as 0.
+            body.append(f'<g class="s{number}" opacity="{is_seen_in_still:d}">{svg_of(shapes)}</g>')
         for (start, stop, until, dx, dy), tiles in self.flights.items():
             # Flights at the same seconds share an animation, in which --x and --y stand for dx and dy.
             name = f"f{1000 * start:.0f}-{1000 * stop:.0f}-{1000 * until:.0f}"
             # If `until` is `stop`, HIDDEN would replace LANDS in the dict without the 0.01.
             animations[name] = {0: HIDDEN, start: LEAVES, stop: LANDS, until + 0.01: HIDDEN}
-            # Tiles with numbers fly alone, so that an eye can follow them: cells.css gives them an outline.
+            # Callers give a tile with a number a flight of its own. cells.css outlines it, so an eye can follow it.
             followed = " followed" if any(tile.words for tile in tiles) else ""
             body.append(f'<g class="{name}{followed}" opacity="0" style="--x:{dx}px;--y:{dy}px">{svg_of(tiles)}</g>')
         motion = "".join(self.keyframes(name, steps) for name, steps in animations.items())
@@ -192,6 +196,7 @@ def svg_of(shapes):
         else:
             svg.append(shape)
     for (kind, owner), tiles in tiles_by_look.items():
+        # In a path M goes to a corner, h draws sideways, v draws down, and z closes the outline.
         outlines = "".join(f"M{tile.x} {tile.y}h{tile.width - 1}v{tile.height - 1}h{1 - tile.width}z" for tile in tiles)
         words = "".join(f'<text x="{tile.x + tile.width // 2}" y="{tile.y + tile.height - 5}">{tile.words}</text>'
                         for tile in tiles if tile.words)
@@ -206,10 +211,10 @@ def patterns(n_owners=4):
     for owner in range(-1, n_owners):
         for kind, (size, degrees, width, opacity) in STRIPES.items():
             stripes.append(
-                f'<pattern id="{kind}{owner}" class="o{owner}" width="{size}" height="{size}" patternUnits='
-                f'"userSpaceOnUse" patternTransform="rotate({degrees})"><path d="M0 0h9v9h-9z" class="paper"/><path d="'
-                f'M0 0h9v9h-9z" class="own" fill-opacity="{opacity}"/><path d="M0 0h{width}v9h-{width}z" class="own"/>'
-                '</pattern>')
+                f'<pattern id="{kind}{owner}" class="o{owner}" width="{size}" height="{size}" '
+                f'patternUnits="userSpaceOnUse" patternTransform="rotate({degrees})">'
+                f'<path d="M0 0h9v9h-9z" class="paper"/><path d="M0 0h9v9h-9z" class="own" fill-opacity="{opacity}"/>'
+                f'<path d="M0 0h{width}v9h-{width}z" class="own"/></pattern>')
     return f"<defs>{''.join(stripes)}</defs>"
 
 

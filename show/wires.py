@@ -4,8 +4,8 @@ In torch a message may arrive at any line between the call of a collective and t
 ranks exchange copies when a collective is called, and `wait` puts what was received into its place. Therefore a program
 that is recorded twice gives the same recording, and an optimizer that reads too early reads the old values.
 
-An operation is a collective of all ranks. But an all-reduce is two operations: a reduce-scatter and an all-gather. Both
-are noted at the line of the all-reduce, and the first arrives before the second leaves.
+An operation is a broadcast, a reduce-scatter or an all-gather of all ranks. An all-reduce is noted as two operations,
+a reduce-scatter and an all-gather, at the line of the all-reduce. The first arrives before the second leaves.
 
 Reads and writes of memory are noted, too: show/labels.py uses them to find garbage, values that nobody reads again.
 torch calls all its functions on tensors through its dispatcher, which says what each function reads and writes.
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     """What one rank does of an operation."""
     key: int  # the number of the operation: equal on all ranks, which call the same operations in the same order
     kind: str  # "broadcast", "reduce-scatter" or "all-gather"
-    whole: str  # "all-reduce" in both halves of an all-reduce, otherwise the same as `kind`
+    whole: str  # the collective that the program called: "all-reduce" in both halves of one, otherwise `kind`
     root: int | None  # in a broadcast the rank that sends, otherwise None
     reads: tuple  # the Span that this rank sends, or would send if it were the root
     writes: tuple  # the Span where the message arrives on this rank
@@ -136,7 +136,9 @@ class Wires(TorchDispatchMode):
             self.recorder.record_arrival(call.key)
             self.recorder.record_access([source], "read")
             self.recorder.record_access([target], "write")
-            target.copy_(received)  # __torch_dispatch__ notes the write once more, which changes nothing
+            # __torch_dispatch__ notes this write again, and a read of `received`. Neither changes a recording:
+            # labels.py asks only whether the next access of a cell is a read, and `received` isn't shown.
+            target.copy_(received)
 
         work = Work(deliver)
         if not async_op:

@@ -18,23 +18,24 @@ from guard.hooks import untraced
 ATTRIBUTES = ("grad", "requires_grad", "is_leaf", "shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize",
               "_post_accumulate_grad_hooks")
 READ_NO_ELEMENT = {  # torch's functions that read no element of a parameter, so they needn't wait for it
+    # To read an attribute, torch calls __torch_function__ with the attribute's getter.
     *(getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES),
     torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.stride, torch.Tensor.is_contiguous,
 }
-BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the buckets of all optimizers, as keys
+BUCKETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # all buckets, as keys. GuardedBucket adds itself
 
 
 class Awaited:
     """A base of the class of a parameter in flight: reading the parameter waits until its bucket has arrived.
 
     GuardedBucket in distributed.py sets `__class__` of its parameters, and `bucket` of that class. The tensor object
-    stays the same, as a torch.nn.UninitializedParameter does when it gets its data and another class.
+    stays the same. torch, too, changes a class so, when a torch.nn.UninitializedParameter gets its data.
 
     Attributes:
         bucket: the bucket in flight. Its finish_param_sync() waits, and gives the parameter its class `kind` again.
-            None if nothing is in flight. A class is in a reference cycle, so a class with a bucket would keep the
-            bucket and the model until Python collects garbage.
+            None if nothing is in flight. Python frees a class only when it collects garbage, and until then a class
+            with a bucket would keep the model in memory.
         kind: the class of the parameter before and after it is in flight.
     """
 
@@ -72,11 +73,11 @@ def awaited(kind):
 
 
 @untraced  # torch.compile leaves this function out, because compiled code would depend on a class that changes
-def wait_for(kinds):
-    """Wait for the bucket of each class in `kinds` that is a class of parameters in flight."""
-    for kind in kinds:
-        if issubclass(kind, Awaited) and kind.bucket is not None:
-            kind.bucket.finish_param_sync()
+def wait_for(classes):
+    """Wait for the bucket of each class in `classes` that is a class of parameters in flight."""
+    for cls in classes:
+        if issubclass(cls, Awaited) and cls.bucket is not None:
+            cls.bucket.finish_param_sync()
 
 
 @untraced
@@ -103,7 +104,7 @@ def wait_for_own(module, _inputs):
 def own_params(module):
     """Return the parameters of a module, and of containers in it that nobody calls, such as a ParameterList.
 
-    Where a module has a name but no parameter, such as a bias that was left out, the list has None.
+    For a parameter that was registered as None, as by bias=False, the list has None.
     """
     params = list(module._parameters.values())
     for child in module._modules.values():

@@ -24,7 +24,7 @@ from guard.scaling import tensors_of_ranks
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
-# The core: the bare optimizer.
+# The core: the optimizer itself, without checks of what the user passes.
 class ShardedOptimizer(OverlapOptimizer):
     """Stage 4's core, which refuses gradients that are not finite.
 
@@ -33,7 +33,7 @@ class ShardedOptimizer(OverlapOptimizer):
     """
 
     def shard(self, groups):
-        """Shard as the core does. The constructor calls this method, and add_param_group() does."""
+        """Shard as the core does. The constructor and add_param_group() call this method."""
         self.is_finite = {}
         return super().shard(groups)
 
@@ -50,8 +50,8 @@ class ShardedOptimizer(OverlapOptimizer):
         super().sync_grads()
         if not self.is_finite:  # clipping has called this method before, in this step
             return
-        # The guard sets _agreement_group, the ranks that train the model. The core alone has only `process_group`. In
-        # both None means all ranks.
+        # The guard sets _agreement_group, the ranks that train the model. A core without a guard has no such attribute,
+        # so `process_group` is used. In both None means all ranks, WORLD.
         group = getattr(self, "_agreement_group", self.process_group) or dist.group.WORLD
         params = list(self.is_finite)  # in the same order on each rank
         ranks = dist.get_process_group_ranks(group)
@@ -70,15 +70,16 @@ class ShardedOptimizer(OverlapOptimizer):
         super().zero_grad(set_to_none)
 
 
-# The guard, with its checks, in front of the core. It reads the names that begin with an underscore.
+# The guard: a subclass of stage 4's guard, which checks what the user passes and then calls the core.
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's DistributedOptimizer, which refuses gradients that are not finite.
 
-    Raises ValueError: `average_over` is given, as for experts. Ranks outside of `process_group` would wait.
+    Raises ValueError if `average_over` is given, the ranks over which gradients of experts are averaged. Ranks
+    outside of `process_group` would wait.
     """
 
     def _refuse(self, named):
-        """Refuse `average_over`. named: the parameters, [(name, parameter), …]."""
+        """Refuse `average_over`. The guard's constructor calls this. named: the parameters, [(name, parameter), …]."""
         if self.average_over is not None:
             raise ValueError("variants/finite.py takes no average_over: ranks outside of process_group would wait")
         return super()._refuse(named)

@@ -1,4 +1,4 @@
-"""Records whole steps on a GPU, beside a simulated link, and so shows the time that overlap saves there.
+"""Measures on one GPU how much time overlap saves in whole steps, with the network simulated.
 
     python -m harness.measuring.gpu_step [--json measured/cuda.json]        # or: make bench WHAT=cuda
 
@@ -17,8 +17,10 @@ GPU the program prints one line.
 #   _sleep     torch.cuda._sleep(cycles) starts a kernel that only counts cycles of the GPU's clock
 #   span       a pair (start, end). `union` merges spans that overlap, `overlap` returns what two lists of spans have in
 #              common, `length` adds up their seconds
-#   Recording  phases, spans of computing and messages of several steps; `recorded_step` returns one of these steps
 #   exposed    a message in flight is exposed while no kernel computes
+#   Recording  phases, spans of computing and messages of several steps; `recorded_step` returns one of these steps
+#   RecordedStep  a step: `phases` [(name, start, end), …], `busy` (spans of computing), `communication` (a list of
+#              Messages), `seconds` in all, and `exposed_seconds`
 
 import functools
 import itertools
@@ -56,7 +58,7 @@ from harness.training.models import GPT, MODELS
 
 ADAMW = {"lr": 1e-4, "fused": True}
 MODEL = "medium"
-BATCH_SIZE = 4  # on an H100 plain training then takes 1.15 times as long as DDP's bytes on the link
+BATCH_SIZE = 4  # on an H100 computing alone then takes about as long (1.15 times) as DDP's messages on the link
 SEQUENCE_LENGTH = 512
 D = 8  # number of ranks
 BYTES_PER_S = 25e9  # a link of 200 Gbit/s for each GPU
@@ -97,6 +99,7 @@ class Link:
     def carry(self, kind, n_bytes):
         """Send a message as soon as the current stream has done its work so far. Returns an Arrival at once."""
         self.carried.append((kind, n_bytes))
+        # wire_bytes: how many bytes a rank sends in NCCL's ring.
         seconds = wire_bytes(kind, n_bytes, D, "nccl") / BYTES_PER_S
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -144,7 +147,7 @@ def measured_cycles_per_s():
 
 
 def builds(link):
-    """Return {name of a row: build}."""
+    """Return {name of a row: build}. Names in capitals are constants of the catalogue; REFERENCE is "ddp"."""
     # `is_alone`: DDP gets a gloo group with only this process, because DDP can't work with ranks that don't exist.
     ddp = catalogue.with_ddp(torch.optim.AdamW, hook=link.all_reduce_of_ddp, is_alone=True)
     return {
@@ -184,7 +187,7 @@ def measure_overlap(device):
     tokens = torch.randint(256, (BATCH_SIZE, SEQUENCE_LENGTH), device=device)
     batch = tokens, tokens  # the targets don't change the time
     rows = []
-    with rank_0_of(D), link.played():
+    with rank_0_of(D), link.played():  # the link in place of torch's collectives
         for name, build in builds(link).items():
             torch.manual_seed(0)
             with device:  # tensors are made on the GPU
@@ -192,7 +195,7 @@ def measure_overlap(device):
             row = GpuRow(name, build(model, ADAMW))
             for _ in range(WARMUP_STEPS):
                 row.training.step(batch)
-            row.training.finish()
+            row.training.finish()  # waits for parameters in flight
             rows.append(row)
         for _ in range(ROUNDS):
             for row in rows:
@@ -268,12 +271,12 @@ def overlap_sheet(rows):
     def exposed_ms(row):
         return 1000 * row.median_step.exposed_seconds
     # Key of the column -> column.
-    phases = {name: column(name, functools.partial(phase_ms, number=number), "measured", ".1f")
-              for number, name in enumerate(PHASES)}
+    phase_columns = {name: column(name, functools.partial(phase_ms, number=number), "measured", ".1f")
+                     for number, name in enumerate(PHASES)}
     return sheet_of(
         f"Whole steps of rank 0 of {D} on one GPU, beside a simulated link", rows, {
             "name": name_column(), "ms": column("ms/step", "rounds_ms", "measured", ".1f"),
-            "over_ddp": column("x ddp", lambda row: ratio(row.rounds_ms, ddp_ms), "measured", ".2f"), **phases,
+            "over_ddp": column("x ddp", lambda row: ratio(row.rounds_ms, ddp_ms), "measured", ".2f"), **phase_columns,
             "in_flight": column("in flight\nms", in_flight_ms, "modelled", ".1f"),
             "exposed": column("exposed\nms", exposed_ms, "measured", ".1f")},
         [f"{MODEL}, float32, a batch of {BATCH_SIZE} x {SEQUENCE_LENGTH}. A collective moves nothing, but occupies a "

@@ -1,10 +1,13 @@
 """Models time: how long a recorded step takes on machines that aren't there, one event after the other.
 
-alone.py trains a row as rank 0 of d ranks, and lists what the rank does as Events: the rank computes, launches a
-collective, or waits for a message. Here a Player plays the events with the speed of given Hardware. The lower half of
-the file compares the model with runs that others have published.
+alone.py trains as rank 0 of d ranks, and lists what the rank does as Events. Here a Player plays the events with the
+speed of given Hardware. The lower half of the file compares the model with runs that others have published.
 
-    row                  a way to train, listed in harness/training/rows.py
+    Event                its field `what` is "compute", "launch" (of a collective) or "wait" (for a message); `phase` is
+                         "forward", "backward" or "step". Of a launch: `index`, its number in the step; `group_size`,
+                         how many ranks take part; `stride`, the distance between their numbers. Of a wait: `index` of
+                         the awaited launch, and `lag`, how many steps ago that was, 0 or 1
+    RowId                a way to train, listed in harness/training/rows.py: its name, and MiB of a bucket if it has any
     device               a GPU, with a rank
     node                 a machine with several devices
     hop                  the way of a message from one device to the next
@@ -58,7 +61,7 @@ def message_seconds(kind, n_bytes, d, hardware, stride=1):
     """
     if d == 1:
         return 0.0
-    n_groups = hardware.sharing * stride  # how many groups share the links, because their ranks are neighbours
+    n_groups = hardware.sharing * stride  # a node has ranks of so many groups, which share its links
     ranks_in_node = max(1, hardware.per_node // n_groups)  # number of this group's ranks in a node
     hops_between = math.ceil(d / ranks_in_node) - 1  # from node to node
     rate = hardware.in_node
@@ -134,8 +137,9 @@ def replay(events, hardware, micro_batches=1, exchange_each=False):
     """
     def is_in_first_passes(event):
         """Return whether the event happens in each micro-batch of a step, not only in the last one."""
-        waits_for_parameters = event.lag > 0
-        return event.phase != "step" and (exchange_each or event.what == "compute" or waits_for_parameters)
+        waits_for_parameters = event.lag > 0  # which the step before has sent
+        is_repeated = exchange_each or event.what == "compute" or waits_for_parameters
+        return is_repeated and event.phase != "step"
 
     events_of_first_passes = [event for event in events if is_in_first_passes(event)]
     player = Player(hardware)
@@ -194,7 +198,7 @@ def events_of(optimizer, d, batch):
     cost = alone.cost_of(config, "bfloat16", batch, LENGTH)
     if optimizer == "distributed":
         return alone.record(RowId("stage 3 bf16/fp32"), config, d, cost).events
-    # In buckets of 400 MiB. Only reduce-scatters send gradients.
+    # Stage 4 has buckets of 400 MiB here. Only reduce-scatters send gradients.
     events = alone.record(RowId(STAGE_4_BF16, 400), config, d, cost).events
     return [event._replace(n_bytes=2 * event.n_bytes) if event.kind == "reduce_scatter" else event for event in events]
 
@@ -226,7 +230,7 @@ def check():
     """Compare the model with all published runs.
 
     The hardware's FLOPs are calibrated on the first run of MAKERS; all other runs are predicted. Returns a table, and
-    {name: text} of figures that a page says in sentences.
+    {name: text} of numbers for the sentences of a page.
     """
     first, *others = MAKERS
     hardware = calibrated(first, DEVICES["a100"]._replace(sharing=SHARING))
@@ -236,19 +240,19 @@ def check():
 
     of_makers = model_all("predicted", others)
     of_users = model_all("predicted", USERS)
-    errors_of_makers = [abs(row.error) for row in of_makers]
-    errors_of_overlapped = [row.error for row in of_users if row.run.optimizer == "overlapped"]
-    figures = {
+    errors_of_makers = [abs(modelled.error) for modelled in of_makers]
+    errors_of_overlapped = [modelled.error for modelled in of_users if modelled.run.optimizer == "overlapped"]
+    figures = {  # "theirs" in a name: of MAKERS
         "off_theirs": f"{math.ceil(100 * max(errors_of_makers))}",  # error of the worst prediction for MAKERS, in %
-        "off_users": f"{math.floor(100 * min(errors_of_overlapped))}",  # by how many % the best for USERS is too fast
+        "off_users": f"{math.floor(100 * min(errors_of_overlapped))}",  # smallest error for USERS, overlapped, in %
         "flops_theirs": f"{hardware.flops / 1e12:.0f}"}  # TFLOP/s, calibrated
     sheet = sheet_of(
         "LLaMA-13B on 8 x A100 a node: tokens/s a GPU", [*model_all("calibrated", [first]), *of_makers, *of_users], {
             "calibration": name_column("calibration"),
-            "optimizer": name_column(lambda row: row.run.optimizer),
-            "gpus": column("GPUs", lambda row: row.run.gpus),
-            "sequences": column("sequences\na step", lambda row: row.run.sequences),
-            "published": column("", lambda row: row.run.tokens_per_s, "published", ",.0f"),
+            "optimizer": name_column(lambda modelled: modelled.run.optimizer),
+            "gpus": column("GPUs", lambda modelled: modelled.run.gpus),
+            "sequences": column("sequences\na step", lambda modelled: modelled.run.sequences),
+            "published": column("", lambda modelled: modelled.run.tokens_per_s, "published", ",.0f"),
             "modelled": column("", "tokens_per_s", "modelled", ",.0f"),
             "error": column("error", "error", "modelled", "+.1%")},
         ["What is assumed, and calibrated on which row: results/methods.md."])

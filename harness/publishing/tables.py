@@ -1,7 +1,8 @@
 """Makes tables, saves them as json, and prints them: to a terminal, by the library rich, and as markdown for pages.
 
-A program that measures makes finished tables, each a `Sheet`, and saves them in one `Report`: a file of results/. Pages
-show these tables as they are. This module imports no torch, because torch takes seconds and writing pages should not.
+A program that measures makes finished tables, each a `Sheet`, and saves them in one `Report`: a file of results/.
+Pages, which are markdown files such as README.md, show these tables as they are. This module doesn't import torch,
+which takes seconds, so pages are written at once.
 
 A program measures everything several times, in rounds, so a cell of a table may hold a list with a number for each
 round. Pages find a cell by the keys of its row and its column.
@@ -36,6 +37,7 @@ SMALL = "small"  # for numbers such as 1.2e-07, which the function `small` write
 BLOCK_WIDTH = 100  # characters in a line of a block of code on a page
 TERMINAL_WIDTH = 110  # characters in a line of the widest table that a program prints
 MARKDOWN_WIDTH = 118  # characters in a line of a page's source
+# A note that programs put under their tables.
 METHODS = "What rows and columns are: results/methods.md."
 
 
@@ -92,14 +94,14 @@ class Sheet:
 
 
 class ColumnToFill(NamedTuple):
-    """Describes a column for `sheet_of`, which fills its cells. Here a row is an object of any kind."""
+    """Describes a column for `sheet_of`, which makes a row of cells from each *record*, an object of any kind."""
     column: Column  # whose key is "" until `sheet_of` sets it
-    get: Callable | str  # a function that gets a row and returns a value, or the name of an attribute of the row
+    get: Callable | str  # a function that gets a record and returns a value, or the name of an attribute of the record
     unit: float  # the value is divided by this number
 
-    def cell(self, row):
-        """Return the cell of this column for a row."""
-        value = getattr(row, self.get) if isinstance(self.get, str) else self.get(row)
+    def cell(self, record):
+        """Return the cell of this column for a record."""
+        value = getattr(record, self.get) if isinstance(self.get, str) else self.get(record)
         if self.unit == 1 or value is None:
             return value
         if isinstance(value, list):
@@ -108,30 +110,34 @@ class ColumnToFill(NamedTuple):
 
 
 def column(title, get, source="", form="", *, unit=1, shows="median"):
-    """Return a ColumnToFill: see there and at Column for the arguments."""
+    """Return a ColumnToFill: see there and at Column for the arguments.
+
+    Where this file has a local of the name `column`, that is a Column of a Sheet.
+    """
     return ColumnToFill(Column("", title, source, form, shows), get, unit)
 
 
 def name_column(get="name", title=""):
-    """Return a ColumnToFill for words, mostly the first column, which names the rows."""
+    """Return a ColumnToFill for words, mostly the first column, which names the records."""
     return column(title, get, form=TEXT)
 
 
 def sheet_of(title, rows, columns, notes=(), marks=None, row_key=None):
-    """Make a Sheet with a line for each object in `rows`. The columns make cells of the objects.
+    """Make a Sheet with a row for each record in `rows`. The columns make cells of the records.
 
     Args:
         columns: {key of the column: ColumnToFill}.
         notes: texts; None and "" are left out.
         marks: {mark: explanation}. The explanation becomes a footnote if a cell has that mark.
-        row_key: a function that gets an object of `rows` and returns the row's key; by default that is its first cell.
+        row_key: a function that gets a record and returns the row's key; by default that is its first cell.
     """
-    lines = [[to_fill.cell(row) for to_fill in columns.values()] for row in rows]  # a list of cells for each object
+    rows_of_cells = [[to_fill.cell(record) for to_fill in columns.values()] for record in rows]
     with_keys = [dataclasses.replace(to_fill.column, key=key) for key, to_fill in columns.items()]
-    row_keys = [row_key(row) for row in rows] if row_key else [str(line[0]) for line in lines]
-    used_marks = {cell.mark for line in lines for cell in line if isinstance(cell, Marked)}
+    row_keys = [row_key(record) for record in rows] if row_key else [str(cells[0]) for cells in rows_of_cells]
+    used_marks = {cell.mark for cells in rows_of_cells for cell in cells if isinstance(cell, Marked)}
+    # A mark may begin with a blank, which separates it from the number, but not in a footnote.
     footnotes = [f"{mark.strip()} {explanation}" for mark, explanation in (marks or {}).items() if mark in used_marks]
-    return Sheet(title, with_keys, row_keys, lines, list(filter(None, notes)), footnotes)
+    return Sheet(title, with_keys, row_keys, rows_of_cells, list(filter(None, notes)), footnotes)
 
 
 def beside(title, *sheets):
@@ -245,7 +251,7 @@ def markdown(sheet):
 
 
 class Made(NamedTuple):
-    """The machine, the code and the date of a measurement."""
+    """The origin of numbers: on which machine, by which code and when they were made."""
     machine: str
     torch: str
     commit: str
@@ -301,7 +307,7 @@ class Report:
 
     `sheets`: {key: Sheet}, finished tables.
     `conditions`: how it was measured, in words; "" if a note of a table says that.
-    `figures`: {name: text}, numbers that pages show inside sentences.
+    `figures`: {name: text}, numbers that pages show inside sentences; not pictures.
     `drawn`: raw numbers by name. Only harness/publishing/pictures.py reads them, to draw pictures.
     """
     made: Made
@@ -313,6 +319,7 @@ class Report:
 
 def to_json(report):
     """Return a Report as the text of a json file, with the schema first, and with nine digits of each number."""
+    # asdict leaves `made`, a NamedTuple, as it is, and json would write that as a list.
     fields = {"schema": SCHEMA, **dataclasses.asdict(report), "made": report.made._asdict()}
     # json has no option for the number of digits, so the text is read once more, and each number is rounded.
     # parse_float gets each number that isn't whole as text.
@@ -366,4 +373,4 @@ def save_and_show(path, report, fail):
     finally:
         print_report(report)
     if path:
-        print(f"written to {path}")  # not by rich, for which [a] in a path is markup
+        print(f"written to {path}")  # plain print, because rich would read [a] in a path as markup

@@ -1,7 +1,7 @@
 """Reads the options of every train.py, and lists the models with their sizes.
 
-This module imports no torch, which takes seconds, so that a user reads at once that an option is wrong. Each of the
-four stages, which are optimizers, has a train.py with the same options. A rank is one of the processes that train.
+This module doesn't import torch, which takes seconds, so a wrong option is reported at once. Each of the four stages,
+which are optimizers, has a train.py with the same options. A rank is one of the processes that train.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class GPTConfig:
     """Sizes of a GPT, and a learning rate."""
     n_layers: int
     n_heads: int  # heads of attention in each layer
-    width: int  # of the vector that stands for a token between two layers
+    width: int  # length of the vector that stands for a token between two layers
     block_size: int  # the number of tokens in the longest sequence
     lr: float  # a learning rate that suits this model with AdamW
     vocabulary: int = 256  # a token is a byte
@@ -36,7 +36,7 @@ class LlamaConfig(NamedTuple):
     """Sizes of a LLaMA, which is not trained here: `make plan` counts its parameters."""
     n_layers: int
     n_heads: int  # heads of attention in each layer
-    width: int  # of the vector that stands for a token between two layers
+    width: int  # length of the vector that stands for a token between two layers
     n_kv_heads: int  # heads that keys and values have; several heads of queries may share one of these
     ffn_width: int  # the inner width of the feed-forward network
     vocabulary: int = 32000
@@ -59,7 +59,8 @@ PLANNED_MODELS = {**LLAMAS, **GPT2, **MODELS}  # all models that `make plan` cou
 PREEMPTED = 75  # os.EX_TEMPFAIL, by which a program asks to be started again later; training then goes on
 INTERRUPTED = 130  # after Ctrl-C, which is SIGINT: 128 + its number, as in shells
 TIMEOUT_S = 600  # how many seconds a rank waits for another rank by default
-# Types of options. `number` returns a function that refuses a number outside of its two limits.
+# Types of options. `number` returns a function that refuses a number outside of its two limits. COUNT is a third type,
+# for an int above 0.
 SECONDS = number(float, 0.001, 10**6)
 NOT_NEGATIVE = number(float, 0, 10**6)
 
@@ -73,18 +74,18 @@ def parse(parser, arguments=None):
     add("--steps", type=COUNT, default=200, help="optimizer steps (default 200)")
     add("--model", choices=MODELS, default="tiny", help="size of the GPT (default tiny)")
     add("--lr", type=number(float, 1e-12, 10**6), help="highest learning rate (default: one that suits the model)")
-    add("--weight-decay", type=NOT_NEGATIVE, default=0.1, help="of AdamW (default %(default)s)")
+    add("--weight-decay", type=NOT_NEGATIVE, default=0.1, help="weight decay of AdamW (default %(default)s)")
     add("--batch-size", type=COUNT, default=8, help="sequences per rank and micro-batch (default 8)")
     add("--sequence-length", type=COUNT, help="bytes per sequence (default 128, with nano 64)")
     add("--accumulate", type=COUNT, default=1, help="micro-batches per step (default 1)")
     add("--clip", type=NOT_NEGATIVE, default=0.0, help="largest gradient norm; 0 (default): no clipping")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default float32)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of weights and batches (default 0)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model (default float32)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of weights and batches (default 0)")
     add("--checkpoint", metavar="DIR", help=f"save there, also on Ctrl-C or a signal (exit code {PREEMPTED}); go on "
         "from there; the three newest saves stay")
     add("--save-every", type=COUNT, metavar="N", help="steps between two saves (default 100)")
-    add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS", help="that a rank waits for another one "
-        "(default %(default)s)")
+    add("--timeout", type=SECONDS, default=TIMEOUT_S, metavar="SECONDS",
+        help="how long a rank waits for another (default %(default)s)")
     add("--data", type=Path, metavar="FILE", help="text to train on (default: the source of Python's standard library)")
 
     args = parser.parse_args(arguments)
