@@ -24,7 +24,7 @@ from guard.scaling import tensors_of_ranks
 from stage4_overlap.optimizer import ShardedOptimizer as OverlapOptimizer
 
 
-# The core: the optimizer itself, without checks of what the user passes.
+# The core: the bare optimizer.
 class ShardedOptimizer(OverlapOptimizer):
     """Stage 4's core, which refuses gradients that are not finite.
 
@@ -70,7 +70,7 @@ class ShardedOptimizer(OverlapOptimizer):
         super().zero_grad(set_to_none)
 
 
-# The guard: a subclass of stage 4's guard, which checks what the user passes and then calls the core.
+# The guard, with its checks, in front of the core.
 class DistributedOptimizer(stage4_overlap.DistributedOptimizer, ShardedOptimizer):
     """Stage 4's DistributedOptimizer, which refuses gradients that are not finite.
 
